@@ -1,0 +1,1 @@
+"""Plain torch attention over pages: any dtype, any device; the oracle of the other backends."""
