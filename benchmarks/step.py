@@ -1,0 +1,162 @@
+"""One training step (forward and backward, no optimizer) of a Qwen2.5-7B-shaped model with random weights: time, peak, loss.
+
+    python3 benchmarks/step.py --tokens 32768 65536 131072 --out benchmarks/results/step_h200_<date>.json
+
+The rival is Hugging Face with SDPA (cuDNN first), non-reentrant gradient checkpointing of every layer and a loss tiled over
+tokens; both use Liger's RoPE, RMSNorm and SwiGLU when liger-kernel is installed. Every system runs in the same process on
+the same model, after a warm-up at 16,384 tokens; its gradient norm is printed, so that a wrong step shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from oomb import ChunkConfig, chunked_backward
+
+VOCAB = 152064
+GIB = 2**30
+
+
+def use_liger() -> bool:
+    try:
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen2
+    except ImportError:
+        return False
+    apply_liger_kernel_to_qwen2(
+        rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
+    )
+    return True
+
+
+def build(layers: int):
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=layers,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=VOCAB,
+        max_position_embeddings=1 << 23,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        torch.set_default_dtype(torch.float32)
+    return model.train()
+
+
+def rival(model, ids: torch.Tensor) -> float:
+    """Hugging Face's own attention and checkpointing over the whole sequence, the loss a tile at a time."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)[0]
+    try:
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+            leaf = hidden.detach().requires_grad_()
+
+            def part(rows, labels):
+                return F.cross_entropy(model.lm_head(rows).float(), labels, reduction="sum") / (ids.shape[1] - 1)
+
+            tiles = zip(leaf[0].split(2048), targets.split(2048))
+            loss = torch.stack([checkpoint(part, *tile, use_reentrant=False) for tile in tiles]).sum()
+            loss.backward()
+            hidden.backward(leaf.grad)
+    finally:
+        model.gradient_checkpointing_disable()
+    return float(loss)
+
+
+def ours(checkpointing: bool = False, **config) -> Callable:
+    def step(model, ids: torch.Tensor) -> float:
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        try:
+            return float(chunked_backward(model, ids, config=ChunkConfig(**config)))
+        finally:
+            model.gradient_checkpointing_disable()
+
+    return step
+
+
+SYSTEMS: dict[str, Callable] = {
+    "rival": rival,
+    "ours 8192": ours(chunk_tokens=8192),
+    "ours 4096": ours(chunk_tokens=4096),
+    "ours 2048": ours(chunk_tokens=2048),
+    "ours 8192 kept": ours(chunk_tokens=8192, keep_outputs_bytes=20 * GIB),
+    "ours 4096 kept": ours(chunk_tokens=4096, keep_outputs_bytes=28 * GIB),
+    "ours 8192 checkpointed": ours(True, chunk_tokens=8192),
+    "ours 8192 checkpointed kept": ours(True, chunk_tokens=8192, keep_outputs_bytes=28 * GIB),
+    "ours 8192 triton": ours(chunk_tokens=8192, backend="triton"),
+    "ours 4096 triton": ours(chunk_tokens=4096, backend="triton"),
+    "ours 4096 sparse": ours(chunk_tokens=4096, attention="sparse"),
+}
+
+
+def measure(name: str, model, tokens: int) -> dict:
+    ids = torch.randint(VOCAB, (1, tokens), generator=torch.Generator().manual_seed(1)).cuda()
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    row = {"system": name, "tokens": tokens}
+    try:
+        loss = SYSTEMS[name](model, ids)
+    except torch.OutOfMemoryError:
+        return row | {"error": "out of memory"}
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    norm = torch.stack([p.grad.float().norm() for p in model.parameters()]).norm()
+    peak = torch.cuda.max_memory_allocated() / GIB
+    return row | {"seconds": seconds, "peak_gib": peak, "loss": loss, "gradient_norm": float(norm)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 65536, 131072])
+    parser.add_argument("--systems", nargs="+", default=["rival", "ours 8192", "ours 4096 kept"], choices=list(SYSTEMS))
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    liger = use_liger()
+    model = build(arguments.layers)
+    rows = []
+    for name in arguments.systems:
+        measure(name, model, 16384)  # compilation, autotuning, library handles
+        for tokens in arguments.tokens:
+            row = measure(name, model, tokens)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "liger": liger, "layers": arguments.layers}
+    if arguments.out:
+        arguments.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    times = {(r["system"], r["tokens"]): r.get("seconds") for r in rows}
+    print(f"{machine}\n{'system':32s} {'tokens':>8s} {'seconds':>8s} {'/ rival':>8s} {'peak GiB':>9s} {'grad norm':>10s}")
+    for r in rows:
+        base = times.get(("rival", r["tokens"]))
+        if "error" in r:
+            print(f"{r['system']:32s} {r['tokens']:8d} {r['error']}")
+            continue
+        ratio = f"{r['seconds'] / base:8.3f}" if base else "       -"
+        print(f"{r['system']:32s} {r['tokens']:8d} {r['seconds']:8.2f} {ratio} {r['peak_gib']:9.1f} {r['gradient_norm']:10.4f}")
+
+
+if __name__ == "__main__":
+    main()

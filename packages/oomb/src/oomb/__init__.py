@@ -1,0 +1,7 @@
+"""Train causal language models on contexts far longer than what one GPU's activations would hold, with exact gradients."""
+
+from .api import chunked_backward, chunked_loss
+from .config import ChunkConfig
+from .hf import Unsupported
+
+__all__ = ["ChunkConfig", "Unsupported", "chunked_backward", "chunked_loss"]

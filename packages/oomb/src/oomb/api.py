@@ -1,0 +1,196 @@
+"""The two entry points: a loss whose backward walks the chunks, and both passes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from chunk_recur import State, chunk_recurrent, chunk_recurrent_backward
+from torch import Tensor, nn
+
+from .batch import Batch, Chunks, prepare
+from .config import ChunkConfig
+from .hf import Parts, attention_installed, take_apart
+from .loss import TokenLoss, cross_entropy
+from .main_grads import main_grads
+from .moe import Balance
+from .probe import Profile, probe, refuse_dropout
+from .rope import rope_held
+from .step import DecoderStep, PassContext
+from .storage import TieredPast, divide
+
+PROFILE = "_oomb_profile"
+
+
+def chunked_loss(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    labels: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    loss_fn: TokenLoss | None = None,
+    config: ChunkConfig | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """The loss of a causal LM on sequences far longer than a chunk; `.backward()` gives the exact dense gradient.
+
+    Shapes: input_ids, labels, attention_mask, document_ids [B, T]; position_ids [B, T] or [1, T]; loss 0-dim
+    Units:  the loss is the sum over valid labels divided by `num_items` (default: their number)
+    labels: as transformers has them: shifted inside, -100 ignored; default `input_ids`, padding ignored
+    document_ids: packed documents, one run of neighbouring tokens each; they do not see each other, and a label that crosses
+            a boundary is ignored. Positions restart with each document unless `position_ids` says otherwise;
+            without document_ids, jumps in `position_ids` are boundaries
+    loss_fn: (logits [N, V], labels [N]) -> [N], per token, instead of cross-entropy
+    progress: called with (chunk passes done, in all)
+    Returns: the loss. Without gradients (`torch.no_grad`, nothing trainable) it runs forward only
+    Raises: ValueError before anything has run, for input or a model that cannot be honoured exactly
+    """
+    run = _prepare(model, input_ids, labels, attention_mask, position_ids, document_ids, num_items, loss_fn, config, progress)
+    trainable = [p for p in run.parts.causal.parameters() if p.requires_grad]
+    return chunk_recurrent(run.step(fill_loss=True), run.chunks, run.state(), params=trainable, around=run.around)
+
+
+def chunked_backward(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    labels: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    loss_fn: TokenLoss | None = None,
+    config: ChunkConfig | None = None,
+    scale: float = 1.0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Both passes at once: `.grad` of the parameters receives `scale` times the gradient of `chunked_loss`.
+
+    The fill skips what the gradient does not need (the head; what follows the last layer's keys and values).
+
+    Shapes: as `chunked_loss`
+    Returns: the detached loss, unscaled
+    Raises: as `chunked_loss`
+    """
+    run = _prepare(model, input_ids, labels, attention_mask, position_ids, document_ids, num_items, loss_fn, config, progress)
+    if not torch.is_grad_enabled() or not any(p.requires_grad for p in run.parts.causal.parameters()):
+        with torch.no_grad():
+            return chunk_recurrent(run.step(fill_loss=True), run.chunks, run.state(), params=(), around=run.around)
+    return chunk_recurrent_backward(run.step(fill_loss=False), run.chunks, run.state(), scale=scale, around=run.around)
+
+
+@dataclass
+class _Run:
+    parts: Parts
+    profile: Profile
+    batch: Batch
+    chunks: Chunks
+    config: ChunkConfig
+    token_loss: TokenLoss
+    past: TieredPast
+    context: PassContext
+    progress: Callable[[int, int], None] | None
+
+    def state(self) -> State:
+        return State(stores=(self.past,))
+
+    def step(self, *, fill_loss: bool) -> DecoderStep:
+        balance = None if self.profile.router is None else Balance(self.profile.router)
+        self.context.skip_tail = not fill_loss and balance is None
+        return DecoderStep(
+            self.parts, self.context, self.batch, self.chunks, self.token_loss, fill_loss, self.progress, balance
+        )
+
+    @contextmanager
+    def around(self, phase: str) -> Iterator[None]:
+        """What holds during a pass and not between passes: our attention, the rotary frequencies, fp32 gradients."""
+        with ExitStack() as stack:
+            stack.enter_context(attention_installed(self.parts.causal))
+            stack.enter_context(rope_held(self.parts.decoder, int(self.batch.positions.max())))
+            if phase == "walk" and self.config.fp32_main_grads:
+                stack.enter_context(main_grads(self.parts.causal.parameters()))
+            yield
+
+
+def _prepare(model, input_ids, labels, attention_mask, position_ids, document_ids, num_items, loss_fn, config, progress) -> _Run:
+    config = ChunkConfig() if config is None else config
+    if not isinstance(config, ChunkConfig):
+        raise ValueError(f"config must be a ChunkConfig, got {type(config).__name__}")
+    parts = take_apart(model)
+    batch = prepare(
+        input_ids,
+        vocab_size=parts.vocab_size,
+        label_size=parts.label_size,
+        labels=labels,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        document_ids=document_ids,
+        num_items=num_items,
+    )
+    if config.fp32_main_grads and isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("fp32_main_grads and DDP do not go together: DDP reduces .grad before the sum over chunks is in it")
+    refuse_dropout(parts.causal)
+    profile = _profile(parts, batch.tokens)
+    chunks = batch.cut(config.chunk_length(parts.device))
+    past = _past(parts, profile, batch, chunks, config)
+    context = PassContext(past, profile, config, len(chunks) - 1, _kept_chunks(profile, batch, chunks, config))
+    return _Run(parts, profile, batch, chunks, config, loss_fn or cross_entropy, past, context, progress)
+
+
+def _profile(parts: Parts, tokens: int) -> Profile:
+    """The model's profile, probed once per configuration and (power of two of) length, kept on the model."""
+    device = parts.device
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    weight = parts.causal.get_input_embeddings().weight
+    length = max(64, 1 << (tokens - 1).bit_length())
+    key = (parts.causal.config.to_json_string(), str(device), weight.dtype, autocast, length)
+    cached = getattr(parts.causal, PROFILE, None)
+    if cached is None or cached[0] != key:
+        cached = (key, probe(parts, length))
+        setattr(parts.causal, PROFILE, cached)
+    return cached[1]
+
+
+def _past(parts: Parts, profile: Profile, batch: Batch, chunks: Chunks, config: ChunkConfig) -> TieredPast:
+    bounds = [chunks.bounds(i) for i in range(len(chunks))]
+    rows = batch.ids.shape[0]
+    dtypes = {facts.dtype for facts in profile.layers.values()}
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    training = torch.is_grad_enabled() and any(p.requires_grad for p in parts.causal.parameters())
+    grad_dtype = config.grad_page_dtype or wide
+    budget = divide(
+        profile.layers,
+        pages=-(-bounds[-1][0] // config.page_tokens),
+        page_tokens=config.page_tokens,
+        batch=rows,
+        grad_dtype=grad_dtype if training else None,
+        device_budget=config.gpu_kv_budget_bytes,
+        host_budget=config.host_budget_bytes,
+    )
+    return TieredPast(
+        profile.layers,
+        bounds,
+        batch=rows,
+        page_tokens=config.page_tokens,
+        device=parts.device,
+        grad_dtype=grad_dtype,
+        budget=budget,
+        segment_tokens=config.segment_tokens,
+        check=config.check_recompute,
+    )
+
+
+def _kept_chunks(profile: Profile, batch: Batch, chunks: Chunks, config: ChunkConfig) -> range:
+    """The chunks whose attention outputs the budget keeps: the latest, whose attention costs the most.
+
+    The last chunk runs once and has nothing to keep.
+    """
+    per_token = sum(f.heads * (f.head_dim * f.dtype.itemsize + 4) for f in profile.layers.values()) * batch.ids.shape[0]
+    count = config.keep_outputs_bytes // max(per_token * chunks.chunk_tokens, 1)
+    last = len(chunks) - 1
+    return range(max(last - count, 0), last)

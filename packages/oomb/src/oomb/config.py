@@ -1,0 +1,81 @@
+"""What a chunked step may be told: one frozen dataclass, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+AUTO_CHUNK_TOKENS = {"cuda": 8192, "cpu": 1024}
+
+
+@dataclass(frozen=True)
+class ChunkConfig:
+    """How one sequence is cut, where its past lives and how it is attended to.
+
+    Units:  `*_tokens` in tokens, `*_pages` in pages, `*_bytes` in bytes
+    Raises: ValueError when a value is not of its kind or two do not fit together
+    """
+
+    chunk_tokens: int | Literal["auto"] = "auto"
+    page_tokens: int = 128
+    attention: Literal["dense", "sparse"] = "dense"
+    top_k_pages: int = 64
+    recent_pages: int = 16
+    sink_pages: int = 1
+    first_sparse_layer: int = 0
+    select_per_head: bool = False
+    backend: str = "auto"
+    accumulate: Literal["owner", "atomic"] = "owner"
+    grad_page_dtype: torch.dtype | None = None  # None: float32, float64 for float64 models
+    fp32_main_grads: bool = False  # sum parameter gradients over chunks in float32, round into .grad once
+    gpu_kv_budget_bytes: int | None = None  # KV and gradient pages on the device; None: all of them
+    host_budget_bytes: int | None = None  # the rest, in host memory; None: what is free
+    keep_outputs_bytes: int = 0  # attention outputs kept from the fill on the device, late chunks first
+    segment_tokens: int = 16384  # pages in host memory come through the device in runs of this many tokens
+    loss_tile_tokens: int | Literal["auto"] = "auto"
+    check_recompute: bool = True  # compare recomputed keys with the stored ones
+
+    def __post_init__(self) -> None:
+        for name in ("page_tokens", "recent_pages", "segment_tokens"):
+            _whole(name, getattr(self, name), 1)
+        for name in ("top_k_pages", "sink_pages", "first_sparse_layer", "keep_outputs_bytes"):
+            _whole(name, getattr(self, name), 0)
+        for name in ("gpu_kv_budget_bytes", "host_budget_bytes"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0)
+        for name in ("chunk_tokens", "loss_tile_tokens"):
+            if getattr(self, name) != "auto":
+                _whole(name, getattr(self, name), 1, ' or "auto"')
+        _one_of("attention", self.attention, ("dense", "sparse"))
+        _one_of("accumulate", self.accumulate, ("owner", "atomic"))
+        _one_of("backend", self.backend, ("auto", "reference", "triton", "cudnn"))
+        if self.grad_page_dtype not in (None, torch.float64, torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"grad_page_dtype must be torch.float32, torch.bfloat16, torch.float64 or None, got {self.grad_page_dtype}"
+            )
+        if self.attention == "sparse" and self.chunk_tokens != "auto" and self.chunk_tokens % self.page_tokens:
+            raise ValueError(
+                f"sparse attention selects pages for whole blocks of page_tokens={self.page_tokens} queries: "
+                f"chunk_tokens must be a multiple of it, got {self.chunk_tokens}"
+            )
+
+    def chunk_length(self, device: torch.device) -> int:
+        """Tokens a chunk on this device, with "auto" resolved."""
+        if self.chunk_tokens != "auto":
+            return self.chunk_tokens
+        tokens = AUTO_CHUNK_TOKENS.get(device.type, AUTO_CHUNK_TOKENS["cpu"])
+        if self.attention == "sparse":  # whole query blocks
+            tokens = max(tokens // self.page_tokens, 1) * self.page_tokens
+        return tokens
+
+
+def _whole(name: str, value: object, least: int, also: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}{also}, got {value!r}")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

@@ -1,0 +1,138 @@
+"""The seam to transformers: our attention under a name of its own, switched on for the time of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+NAME = "oomb"
+
+
+class Unsupported(ValueError):
+    """The model cannot be trained in chunks exactly; the message says why."""
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """What the library would have masked, handed through the model to the attention function instead of a tensor."""
+
+    mask_function: Callable
+
+
+class AttentionContext(Protocol):
+    """What travels through the model's keywords to every attention call of a pass."""
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, mask: object, scale: float, sinks: Tensor | None
+    ) -> Tensor: ...
+
+
+@torch.compiler.disable
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    oomb: AttentionContext | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function transformers calls in every layer.
+
+    Shapes: query [B, H, C, D]; key, value [B, G, C, D], after the model's own rotary embedding; out [B, C, H, D]
+    """
+    if oomb is None:
+        raise Unsupported(
+            f"{type(module).__name__} was called with the attention implementation {NAME!r} outside a chunked step, or does "
+            "not hand its keywords on to the attention function"
+        )
+    if dropout:
+        raise Unsupported(f"attention dropout {dropout} cannot be honoured exactly in chunks: set attention_dropout to 0")
+    if softcap is not None:
+        raise Unsupported(f"attention logits are capped at {softcap}, which paged attention does not do")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    return oomb.attend(module, q, k, v, mask=attention_mask, scale=scale, sinks=s_aux), None
+
+
+def _mask(*_: Any, mask_function: Callable, **__: Any) -> MaskSpec:
+    return MaskSpec(mask_function)
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, _mask)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model taken apart: what the user gave, the causal LM inside it, and its decoder."""
+
+    given: nn.Module
+    causal: PreTrainedModel
+    decoder: nn.Module
+
+    @property
+    def device(self) -> torch.device:
+        return self.causal.get_input_embeddings().weight.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.causal.get_input_embeddings().weight.shape[0]
+
+    @property
+    def label_size(self) -> int:
+        return self.causal.get_output_embeddings().weight.shape[0]
+
+
+def take_apart(model: nn.Module) -> Parts:
+    """Find the causal LM and its decoder inside wrappers.
+
+    Raises: Unsupported for what is not a causal language model, or is wrapped in something a chunked step would bypass
+    """
+    inner = model
+    if isinstance(inner, nn.DataParallel) or any(type(m).__name__.startswith("FSDP") for m in inner.modules()):
+        raise Unsupported("models sharded by FSDP or split by DataParallel are not supported: the engine is for one GPU, or DDP")
+    if isinstance(inner, nn.parallel.DistributedDataParallel):
+        inner = inner.module
+    inner = getattr(inner, "_orig_mod", inner)  # torch.compile
+    if hasattr(inner, "get_base_model"):  # peft
+        if getattr(inner.active_peft_config, "is_prompt_learning", False):
+            raise Unsupported("peft prompt learning adds virtual tokens outside the decoder: use LoRA or another adapter")
+        inner = inner.get_base_model()
+    if not isinstance(inner, PreTrainedModel):
+        raise Unsupported(f"expected a transformers causal language model, got {type(inner).__name__}")
+    if inner.config.is_encoder_decoder:
+        raise Unsupported(f"{type(inner).__name__} is an encoder-decoder; only decoder-only causal models are supported")
+    decoder = inner.get_decoder()
+    if inner.get_output_embeddings() is None or decoder is None or decoder is inner:
+        raise Unsupported(f"{type(inner).__name__} has no language-model head over a decoder: load it with AutoModelForCausalLM")
+    return Parts(model, inner, decoder)
+
+
+@contextmanager
+def attention_installed(causal: PreTrainedModel) -> Iterator[None]:
+    """Within it, the model's attention calls go to `attention` above; afterwards it has its own again."""
+    configs = {id(m.config): m.config for m in causal.modules() if isinstance(m, PreTrainedModel)}.values()
+    before = [(config, config._attn_implementation_internal) for config in configs]
+    try:
+        causal.set_attn_implementation(NAME)
+        if causal.config._attn_implementation != NAME:
+            raise Unsupported(f"{type(causal).__name__} does not let its attention be replaced (no AttentionInterface)")
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation_internal = name

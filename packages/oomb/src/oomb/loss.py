@@ -1,0 +1,87 @@
+"""Cross-entropy through the model's own head, a tile of tokens at a time: T x V logits never exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .batch import IGNORED
+from .hf import Parts, Unsupported
+
+TokenLoss = Callable[[Tensor, Tensor], Tensor]  # (logits [N, V], labels [N]) -> [N]
+TILE_LOGITS = 2**26  # logits alive at once with loss_tile_tokens="auto": 256 MiB in float32
+
+
+@dataclass(frozen=True)
+class Head:
+    """Logits as the model itself makes them from hidden states: scaling, soft caps, adapters on the head included.
+
+    The causal LM's forward is called with a decoder that answers with the given hidden states.
+    """
+
+    parts: Parts
+    output_type: type
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Shapes: hidden [N, E] -> logits [N, V]"""
+        decoder, answered = self.parts.decoder, []
+
+        def answer(*_args, **_kwargs):
+            answered.append(True)
+            return self.output_type(last_hidden_state=hidden[None])
+
+        before = vars(decoder).get("forward")
+        hooks = decoder._forward_hooks.copy(), decoder._forward_pre_hooks.copy()
+        decoder.forward = answer
+        try:
+            ids = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
+            logits = self.parts.causal(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            if before is None:
+                del decoder.forward
+            else:
+                decoder.forward = before
+        if not answered:
+            raise Unsupported(f"{type(self.parts.causal).__name__} computes its logits around its decoder")
+        return logits
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The default loss of a token. Shapes: logits [N, V], labels [N] -> [N]"""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide, labels, reduction="none")
+
+
+def tiled_loss(
+    hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], *, token_loss: TokenLoss, tile_tokens: int | str, vocab_size: int
+) -> Tensor:
+    """Sum of the token losses over a chunk's valid labels; zero, but connected to `hidden`, when there are none.
+
+    Shapes: hidden [B, C, E]; targets [B, C] on the host
+    Returns: 0-dim, float32 or wider
+    """
+    rows = hidden.flatten(0, 1)
+    flat = targets.flatten()
+    valid = (flat != IGNORED).nonzero().flatten()
+    if len(valid) == 0:
+        return (rows[:1, :1] * 0).sum().to(torch.promote_types(hidden.dtype, torch.float32))
+    if len(valid) < len(flat):
+        rows, flat = rows.index_select(0, valid.to(rows.device)), flat[valid]
+    flat = flat.to(rows.device, non_blocking=True)
+    tile = max(TILE_LOGITS // vocab_size, 1) if tile_tokens == "auto" else tile_tokens
+
+    def part(rows: Tensor, labels: Tensor) -> Tensor:
+        losses = token_loss(head(rows), labels)
+        if losses.shape != labels.shape:
+            raise ValueError(f"loss_fn must return one loss per token, shape {tuple(labels.shape)}; got {tuple(losses.shape)}")
+        return losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
+
+    tiles = zip(rows.split(tile), flat.split(tile), strict=True)
+    if not torch.is_grad_enabled():
+        return torch.stack([part(*pair) for pair in tiles]).sum()
+    return torch.stack([checkpoint(part, *pair, use_reentrant=False) for pair in tiles]).sum()

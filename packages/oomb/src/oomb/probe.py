@@ -1,0 +1,255 @@
+"""Is this model exact in chunks? Asked of the model itself, on a few tokens, before any work starts.
+
+A chunked run of a short sequence must give what the model's own attention gives on the whole of it. That catches whatever
+a list of architectures would miss: states besides keys and values, attention that is called twice or changed in some way
+we do not see, positions counted from the chunk's start. Masks are asked separately, since a window or a cut may only show
+at lengths the probe does not reach.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .hf import MaskSpec, Parts, Unsupported, attention_installed
+from .loss import Head
+from .moe import Router, router_of
+from .rope import rope_held
+
+PROBE_TOKENS = 24
+PROBE_CHUNK = 7
+# how far the model's own attention may be from ours on the whole probe, by the precision of the hidden states
+NOISE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+STATE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What a layer's attention calls look like. Units: window in tokens, None for full causal attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a chunked step knows of a model. `layers` is in the order in which the decoder calls them."""
+
+    layers: dict[int, LayerFacts]
+    output_type: type
+    router: Router | None
+
+
+@dataclass
+class _Probe:
+    """The attention context of the probe: plain causal attention over everything seen so far, facts written down."""
+
+    tokens: int
+    past: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    facts: dict[int, LayerFacts] = field(default_factory=dict)
+    masks: dict[int, Callable] = field(default_factory=dict)
+    calls: Counter = field(default_factory=Counter)
+    windows: dict[int, int | None] = field(default_factory=dict)
+    length: int = 0
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, mask: object, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        layer = layer_index(module)
+        self.calls[layer] += 1
+        self._note(module, layer, q, k, v, mask)
+        self.past.setdefault(layer, []).append((k, v))
+        k, v = (torch.cat(rows, 1) for rows in zip(*self.past[layer], strict=True))
+        group = q.shape[2] // k.shape[2]
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        k, v = (x.to(wide).repeat_interleave(group, 2) for x in (k, v))
+        scores = torch.einsum("bchd,bshd->bhcs", q.to(wide), k) * scale
+        behind = (torch.arange(q.shape[1]) + k.shape[1] - q.shape[1])[:, None] - torch.arange(k.shape[1])
+        seen = (behind >= 0) & (behind < (self.windows[layer] or math.inf))
+        scores = scores.masked_fill(~seen.to(scores.device), -math.inf)
+        if sinks is not None:
+            column = sinks.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, column], -1)
+        weights = scores.softmax(-1)[..., : k.shape[1]]
+        return torch.einsum("bhcs,bshd->bchd", weights, v).to(q.dtype)
+
+    def _note(self, module: nn.Module, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: object) -> None:
+        name = type(module).__name__
+        if getattr(module, "is_causal", True) is False:
+            raise Unsupported(f"{name} (layer {layer}) is not causal")
+        if k.shape != v.shape:
+            raise Unsupported(f"{name} has keys of shape {tuple(k.shape)} and values of shape {tuple(v.shape)}: both need one head dim")
+        if q.shape[2] % k.shape[2] or q.shape[1] != k.shape[1]:
+            raise Unsupported(f"{name} attends with {q.shape[2]} query heads over {k.shape[2]} KV heads, {q.shape[1]} over {k.shape[1]} tokens")
+        if not isinstance(mask, MaskSpec):
+            raise Unsupported(
+                f"{name} (layer {layer}) got its mask from elsewhere than the library's mask functions ({type(mask).__name__}): "
+                "what each token may see cannot be established"
+            )
+        if layer not in self.windows:
+            self.windows[layer] = window_of(mask.mask_function, self.length, q.device)
+        self.facts[layer] = LayerFacts(q.shape[2], k.shape[2], q.shape[3], k.dtype, self.windows[layer])
+
+
+def layer_index(module: nn.Module) -> int:
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise Unsupported(f"{type(module).__name__} has no layer_idx: its pages could not be told from those of other layers")
+    return layer
+
+
+def window_of(mask_function: Callable, length: int, device: torch.device) -> int | None:
+    """The sliding window of a mask over `length` tokens; None for full causal attention.
+
+    Raises: Unsupported when the mask is neither (bidirectional, blockwise, chunked, ...)
+    """
+
+    def see(q: Tensor, kv: Tensor) -> Tensor:
+        zero = torch.zeros((), dtype=torch.long, device=device)
+        q, kv = torch.broadcast_tensors(q.to(device), kv.to(device))
+        return torch.as_tensor(mask_function(zero, zero, q, kv), device=device).bool().expand(q.shape).cpu()
+
+    powers = {2**i + j for i in range(length.bit_length() + 1) for j in (-1, 0, 1)}
+    some = {length * i // 61 for i in range(61)}
+    spots = torch.tensor(sorted(p for p in powers | some | {length - 1, length - 2} if 0 <= p < length))
+    everything = torch.arange(length)
+    try:
+        visible = see(torch.tensor(length - 1), everything)
+        first = int(visible.long().argmax())
+        window = length - first if bool(visible.any()) else 0
+        offsets = torch.tensor([0, 1, max(window - 1, 0), window, window + 1])
+        near = (spots[:, None] - offsets).clamp_min(0)
+        grids = [(torch.tensor(length - 1), everything), (spots[:, None], spots), (spots[:, None], near)]
+        fits = all(bool((see(q, kv) == ((kv <= q) & (kv > q - window))).all()) for q, kv in grids)
+    except Unsupported:
+        raise
+    except Exception as error:  # a mask that depends on more than two positions
+        raise Unsupported(f"the model's mask could not be evaluated position by position: {error}") from error
+    if not fits:
+        raise Unsupported(
+            "the model's mask is neither causal nor a causal sliding window (bidirectional, blockwise or chunked attention): "
+            "it cannot be trained in chunks exactly"
+        )
+    return None if window == length else window
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients or random numbers, every module's own mode restored after."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def probe(parts: Parts, length: int) -> Profile:
+    """Establish that `parts` is exact in chunks for sequences of up to `length` tokens.
+
+    Raises: Unsupported with the reason
+    """
+    refuse_dropout(parts.causal)
+    _refuse_hidden_state(parts.decoder)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(parts.vocab_size, (1, PROBE_TOKENS), generator=generator).to(parts.device)
+    with evaluating(parts.causal), rope_held(parts.decoder, PROBE_TOKENS - 1):
+        own, logits, output_type = _own_run(parts, ids)
+        with attention_installed(parts.causal):
+            whole, _ = _chunked_run(parts, ids, PROBE_TOKENS, length)
+            chunked, context = _chunked_run(parts, ids, PROBE_CHUNK, length)
+        chunks = -(-PROBE_TOKENS // PROBE_CHUNK)
+        head_logits = Head(parts, output_type)(own.flatten(0, 1))
+    _check_calls(parts, context, chunks)
+    noise = _distance(whole, own)
+    name = type(parts.causal).__name__
+    if not noise <= NOISE.get(own.dtype, 0.1):
+        raise Unsupported(
+            f"{name}: on {PROBE_TOKENS} tokens our attention differs from the model's own by {noise:.1e} (relative); it does "
+            "something to attention that the library's attention interface does not tell"
+        )
+    state = _distance(chunked, whole)
+    if not state <= max(STATE.get(own.dtype, 0.1), 3 * noise if own.dtype.itemsize == 2 else 0):
+        raise Unsupported(
+            f"{name}: a short sequence run in chunks differs from the whole by {state:.1e} (relative): the model carries state "
+            "between tokens besides keys and values (a convolution, a recurrence), or counts positions in another way"
+        )
+    if not _distance(head_logits, logits.flatten(0, 1)) <= NOISE.get(logits.dtype, 0.1):
+        raise Unsupported(f"{name}: its logits depend on more than the decoder's last hidden state")
+    return Profile(context.facts, output_type, router_of(parts.causal))
+
+
+def refuse_dropout(model: nn.Module) -> None:
+    """Raises: Unsupported if a module in training mode would drop attention weights"""
+    for name, module in model.named_modules():
+        rate = getattr(module, "attention_dropout", 0.0)
+        rate = getattr(rate, "p", rate)
+        if module.training and isinstance(rate, float) and rate > 0:
+            raise Unsupported(f"{name} has attention_dropout={rate}: attention dropout cannot be honoured in chunks, set it to 0")
+
+
+def _refuse_hidden_state(decoder: nn.Module) -> None:
+    """What a short probe may not show: selection of keys that starts with longer sequences, small convolutions in 16 bits."""
+    for name, module in decoder.named_modules():
+        kind = type(module).__name__
+        if "indexer" in kind.lower() or "compressor" in kind.lower():
+            raise Unsupported(f"{name} ({kind}) selects or compresses keys in a way of its own")
+        if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
+            raise Unsupported(f"{name} is a convolution over tokens: it carries state that is not kept in pages")
+
+
+def _own_run(parts: Parts, ids: Tensor) -> tuple[Tensor, Tensor, type]:
+    seen = []
+    hook = parts.decoder.register_forward_hook(lambda _module, _args, output: seen.append(output))
+    try:
+        logits = parts.causal(input_ids=ids, use_cache=False).logits
+    finally:
+        hook.remove()
+    if len(seen) != 1 or not hasattr(seen[0], "last_hidden_state"):
+        raise Unsupported(f"{type(parts.causal).__name__} does not call its decoder once and return hidden states")
+    return seen[0].last_hidden_state, logits, type(seen[0])
+
+
+def _chunked_run(parts: Parts, ids: Tensor, chunk: int, length: int) -> tuple[Tensor, _Probe]:
+    context = _Probe(ids.shape[1], length=length)
+    hidden = []
+    for start in range(0, ids.shape[1], chunk):
+        part = ids[:, start : start + chunk]
+        positions = torch.arange(start, start + part.shape[1], device=ids.device)[None]
+        try:
+            output = parts.decoder(input_ids=part, position_ids=positions, use_cache=False, oomb=context)
+        except Unsupported:
+            raise
+        except Exception as error:
+            raise Unsupported(f"{type(parts.causal).__name__} does not run with a replaced attention: {type(error).__name__}: {error}") from error
+        hidden.append(output.last_hidden_state)
+    return torch.cat(hidden, 1), context
+
+
+def _check_calls(parts: Parts, context: _Probe, chunks: int) -> None:
+    name = type(parts.causal).__name__
+    layers = getattr(parts.decoder.config, "num_hidden_layers", len(context.calls))
+    if len(context.calls) != layers:
+        raise Unsupported(
+            f"{name} has {layers} layers but {len(context.calls)} of them attend: layers of other kinds (recurrent, "
+            "convolutional, shared keys) carry state that is not kept in pages"
+        )
+    for layer, calls in context.calls.items():
+        if calls != chunks:
+            raise Unsupported(f"{name}: layer {layer} calls attention {calls / chunks:g} times in a forward, expected once")
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    a, b = a.double(), b.double()
+    return float((a - b).norm() / b.norm().clamp_min(1e-300))

@@ -1,0 +1,198 @@
+"""One chunk of a Hugging Face model: what the recurrence calls, and what attention finds on its way through the layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, MutableMapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from paged_kv import paged_attention
+from sparse_pages import PageSummary, select_pages
+from torch import Tensor, nn
+
+from .batch import Batch, Chunk, Chunks
+from .config import ChunkConfig
+from .hf import Parts, Unsupported
+from .loss import Head, TokenLoss, tiled_loss
+from .moe import Balance
+from .probe import Profile, layer_index
+from .storage import TieredPast
+
+
+class _TailSkipped(Exception):
+    """Raised after the last layer's keys and values are stored: the fill needs nothing that follows."""
+
+
+@dataclass
+class PassContext:
+    """What one loss's attention calls need; travels through the model's keywords.
+
+    Shapes: selections [B, G | 1, Q, K] int32 per chunk and layer; kept per chunk: layer -> (out, lse)
+    """
+
+    past: TieredPast
+    profile: Profile
+    config: ChunkConfig
+    last_index: int
+    kept_chunks: range
+    index: int = 0
+    phase: str = "fill"
+    skip_tail: bool = False
+    documents: Tensor | None = None
+    first_token: int = 0
+    calls: Counter = field(default_factory=Counter)
+    summaries: dict[int, PageSummary] = field(default_factory=dict)
+    selections: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    kept: dict[int, MutableMapping[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
+
+    def begin(self, index: int, phase: str, documents: Tensor | None, first_token: int) -> None:
+        self.index, self.phase, self.documents, self.first_token = index, phase, documents, first_token
+        self.calls.clear()
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, mask: object, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        layer = layer_index(module)
+        facts = self.profile.layers.get(layer)
+        seen = (q.shape[2], k.shape[2], k.shape[3], k.dtype)
+        if facts is None or seen != (facts.heads, facts.kv_heads, facts.head_dim, facts.dtype):
+            raise Unsupported(f"layer {layer} attends with heads, KV heads, head dim and dtype {seen}, the probe saw {facts}")
+        self.calls[layer] += 1
+        if self.phase == "fill":
+            self.past.append(layer, k.detach(), v.detach())
+        else:
+            self.past.compare(layer, k)
+        if self.skip_tail and self.phase == "fill" and self.calls.total() == len(self.profile.layers):
+            raise _TailSkipped
+        return paged_attention(
+            q,
+            k,
+            v,
+            self.past,
+            layer,
+            scale=scale,
+            window=facts.window,
+            sinks=sinks,
+            documents=self.documents,
+            first_token=self.first_token,
+            selected=self._selected(layer, facts.window, q, k),
+            kept=self._kept(),
+            backend=self.config.backend,
+            accumulate=self.config.accumulate,
+        )
+
+    def _kept(self) -> MutableMapping[int, tuple[Tensor, Tensor]] | None:
+        if self.index not in self.kept_chunks:
+            return None
+        return self.kept.setdefault(self.index, {})
+
+    def _selected(self, layer: int, window: int | None, q: Tensor, k: Tensor) -> Tensor | None:
+        """Page ids of a sparse layer: chosen when the chunk is first seen, the same whenever it is seen again."""
+        c = self.config
+        if c.attention != "sparse" or window is not None or layer < c.first_sparse_layer:
+            return None
+        key = (self.index, layer)
+        if key not in self.selections:
+            summary = self.summaries.setdefault(layer, PageSummary(c.page_tokens))
+            summary.append(k.detach())
+            self.selections[key] = select_pages(
+                q.detach(),
+                summary,
+                past_pages=self.past.start // c.page_tokens,
+                top_k=c.top_k_pages,
+                recent=c.recent_pages,
+                sinks=c.sink_pages,
+                per_head=c.select_per_head,
+            )
+        return self.selections[key]
+
+
+@dataclass
+class DecoderStep:
+    """`step(index, chunk, carried, phase)` of chunk_recur for a causal LM: decoder, loss, nothing carried.
+
+    `fill_loss`: whether the fill computes losses too. `progress(done, total)` is told after each chunk.
+    """
+
+    parts: Parts
+    context: PassContext
+    batch: Batch
+    chunks: Chunks
+    token_loss: TokenLoss
+    fill_loss: bool
+    progress: Callable[[int, int], None] | None = None
+    balance: Balance | None = None
+    done: int = 0
+
+    def __call__(self, index: int, chunk: Chunk, carried: object, phase: str) -> tuple[Tensor | None, object]:
+        device = self.parts.device
+        documents = None if chunk.documents is None else chunk.documents.to(device)
+        first_token = 0 if chunk.documents is None else int(chunk.documents.min())
+        self.context.begin(index, phase, documents, first_token)
+        ids, positions = chunk.ids.to(device), chunk.positions.to(device)
+        try:
+            output = self._decode(index, phase, ids, positions)
+        except _TailSkipped:
+            return self._tell(None, carried)
+        self._check_calls()
+        loss = None
+        if phase == "walk" or self.fill_loss:
+            loss = tiled_loss(
+                output.last_hidden_state,
+                chunk.targets,
+                Head(self.parts, self.context.profile.output_type),
+                token_loss=self.token_loss,
+                tile_tokens=self.context.config.loss_tile_tokens,
+                vocab_size=self.parts.label_size,
+            )
+            loss = loss / self.batch.num_items
+        return self._tell(self._with_balance(loss, index, phase, output, chunk.real), carried)
+
+    def _tell(self, loss: Tensor | None, carried: object) -> tuple[Tensor | None, object]:
+        self.done += 1
+        if self.progress is not None:
+            n = len(self.chunks)
+            self.progress(self.done, 2 * n - 1 if torch.is_grad_enabled() or not self.fill_loss else n)
+        return loss, carried
+
+    def _decode(self, index: int, phase: str, ids: Tensor, positions: Tensor):
+        inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False, "oomb": self.context}
+        if self.balance is not None:
+            inputs["output_router_logits"] = True
+        given = self.parts.given
+        if phase == "fill" or not isinstance(given, nn.parallel.DistributedDataParallel):
+            return self.parts.decoder(**inputs)
+        # DDP learns of a backward from its own forward; only the last chunk to walk back may reduce
+        seen: list = []
+        hook = self.parts.decoder.register_forward_hook(lambda _module, _args, output: seen.append(output))
+        try:
+            with given.no_sync() if index else nullcontext():
+                given(**inputs, logits_to_keep=1)
+        finally:
+            hook.remove()
+        return seen[0]
+
+    def _check_calls(self) -> None:
+        for layer in self.context.profile.layers:
+            if self.context.calls[layer] != 1:
+                raise Unsupported(f"layer {layer} called attention {self.context.calls[layer]} times in one chunk, expected once")
+
+    def _with_balance(self, loss: Tensor | None, index: int, phase: str, output, real: Tensor | None) -> Tensor | None:
+        """Add the chunk's part of the load-balancing loss: its whole value with the last chunk, gradients with each."""
+        balance = self.balance
+        if balance is None:
+            return loss
+        logits = output.router_logits
+        last = index == len(self.chunks) - 1
+        if phase == "fill" or last:
+            balance.count(logits, real)
+        coefficient = balance.router.coefficient
+        if phase == "walk":
+            part = balance.loss(logits, real)
+            part = part - part.detach()  # gradient only
+            loss = loss + coefficient * part
+        if last:
+            loss = loss + coefficient * balance.total()
+        return loss
