@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import auto
 from .function import Accumulate, Backend, Call, Kept, PagedAttention
+from .page_table import is_count
 from .past import Geometry, PastSource
 
 BackendName = Literal["auto", "reference", "triton", "cudnn"]
@@ -94,10 +95,6 @@ def _first_page(geometry: Geometry, first_token: int | None) -> int:
     return min(first // page, pages)
 
 
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 4 or 0 in x.shape:
@@ -114,7 +111,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             "another width are not supported"
         )
     if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"paged_attention: q {list(q.shape)} and k {list(k.shape)} differ in batch, tokens or head dim")
+        raise ValueError(
+            f"paged_attention: expected q and k of one batch, length and width, got {list(q.shape)} and {list(k.shape)}"
+        )
     if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"paged_attention: expected query heads to be a multiple of KV heads, got {q.shape[2]} and {k.shape[2]}"
@@ -122,12 +121,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_past(past: PastSource, layer: int, batch: int) -> tuple[int, ...]:
-    if not _is_int(layer, 0):
+    if not is_count(layer, 0):
         raise ValueError(f"paged_attention: expected layer to be an int >= 0, got {layer!r}")
-    if not _is_int(past.page_tokens, 1):
+    if not is_count(past.page_tokens, 1):
         raise ValueError(f"paged_attention: expected past.page_tokens to be a positive int, got {past.page_tokens!r}")
     lengths = tuple(past.lengths)
-    if len(lengths) != batch or not all(_is_int(n, 0) for n in lengths):
+    if len(lengths) != batch or not all(is_count(n, 0) for n in lengths):
         raise ValueError(f"paged_attention: expected past.lengths to be {batch} ints >= 0 (q's batch), got {lengths}")
     return lengths
 
@@ -137,9 +136,9 @@ def _check_options(
 ) -> None:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"paged_attention: expected scale to be a finite number, got {scale!r}; often D ** -0.5")
-    if window is not None and not _is_int(window, 1):
+    if window is not None and not is_count(window, 1):
         raise ValueError(f"paged_attention: expected window to be a positive int or None, got {window!r}")
-    if first_token is not None and not _is_int(first_token, 0):
+    if first_token is not None and not is_count(first_token, 0):
         raise ValueError(f"paged_attention: expected first_token to be an int >= 0 or None, got {first_token!r}")
     if accumulate not in ("owner", "atomic"):
         raise ValueError(f"paged_attention: expected accumulate 'owner' or 'atomic', got {accumulate!r}")

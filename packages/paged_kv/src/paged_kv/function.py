@@ -67,7 +67,7 @@ class PagedAttention(torch.autograd.Function):
         out, lse = _kept_or_computed(q, k, v, sinks, call)
         geometry = call.geometry
         ctx.save_for_backward(q, k, v, sinks, out, lse, geometry.documents, geometry.selected)
-        # The small tensors travel with the saved ones (hooks see them, a change in place is noticed), not with the call.
+        # Small tensors travel with the saved ones (hooks see them, a change in place is noticed), not with the call.
         ctx.call = replace(call, geometry=replace(geometry, documents=None, selected=None))
         ctx.spent = False
         return out

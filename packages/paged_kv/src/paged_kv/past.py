@@ -1,6 +1,7 @@
 """What attention knows of the past: protocols and plain records, no storage.
 
-Letters: B batch · C chunk tokens · N pages · P tokens a page · H query heads · G KV heads · D head dim · K pages selected · Q query blocks.
+Letters: B batch · C chunk tokens · N pages · P tokens a page · H query heads · G KV heads · D head dim ·
+K pages selected · Q query blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Segment:
     """A run of logical pages of one layer, as attention reads it.
 
     Sequence b owns the columns up to its last past page; behind them its table holds -1. Its run, where there is one,
-    covers the pages it owns and no more: `runs[b] + i` is the slot of its i-th column. A sequence without pages has run 0.
+    covers the pages it owns and no more: `runs[b] + i` is the slot of its i-th column. Without pages its run is 0.
 
     Shapes: k, v [slots, P, G, D]; slots [B, N] int32 on k's device, -1 where the sequence has no such page;
         dk, dv [grad slots, P, G, D] and grad_slots [B, N] int32, all None in phase "forward"
