@@ -1,9 +1,12 @@
-"""One training step (forward and backward, no optimizer) of a Qwen2.5-7B-shaped model with random weights: time, peak, loss.
+"""One training step (forward and backward, no optimizer) of a Qwen2.5-7B-shaped model: time, peak memory, gradient
+norm.
 
     python3 benchmarks/step.py --tokens 32768 65536 131072 --out benchmarks/results/step_h200_<date>.json
 
-The rival is Hugging Face with SDPA (cuDNN first), non-reentrant gradient checkpointing of every layer and a loss tiled over
-tokens; both use Liger's RoPE, RMSNorm and SwiGLU when liger-kernel is installed. Every system runs in the same process on
+The rival is Hugging Face with SDPA (cuDNN first), non-reentrant gradient checkpointing of every layer and a loss
+tiled over
+tokens; both use Liger's RoPE, RMSNorm and SwiGLU when liger-kernel is installed. Every system runs in the same
+process on
 the same model, after a warm-up at 16,384 tokens; its gradient norm is printed, so that a wrong step shows.
 """
 
@@ -144,18 +147,28 @@ def main() -> None:
             row = measure(name, model, tokens)
             rows.append(row)
             print(json.dumps(row), flush=True)
-    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "liger": liger, "layers": arguments.layers}
+    machine = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "liger": liger,
+        "layers": arguments.layers,
+    }
     if arguments.out:
         arguments.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     times = {(r["system"], r["tokens"]): r.get("seconds") for r in rows}
-    print(f"{machine}\n{'system':32s} {'tokens':>8s} {'seconds':>8s} {'/ rival':>8s} {'peak GiB':>9s} {'grad norm':>10s}")
+    print(
+        f"{machine}\n{'system':32s} {'tokens':>8s} {'seconds':>8s} {'/ rival':>8s} {'peak GiB':>9s} {'grad norm':>10s}"
+    )
     for r in rows:
         base = times.get(("rival", r["tokens"]))
         if "error" in r:
             print(f"{r['system']:32s} {r['tokens']:8d} {r['error']}")
             continue
         ratio = f"{r['seconds'] / base:8.3f}" if base else "       -"
-        print(f"{r['system']:32s} {r['tokens']:8d} {r['seconds']:8.2f} {ratio} {r['peak_gib']:9.1f} {r['gradient_norm']:10.4f}")
+        print(
+            f"{r['system']:32s} {r['tokens']:8d} {r['seconds']:8.2f} {ratio} {r['peak_gib']:9.1f} "
+            f"{r['gradient_norm']:10.4f}"
+        )
 
 
 if __name__ == "__main__":

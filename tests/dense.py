@@ -82,7 +82,9 @@ def dense_loss(
         losses = token_loss(logits[valid], targets[valid])
     loss = losses.sum() / (int(valid.sum()) if num_items is None else num_items)
     if router:
-        loss = loss + base.router_aux_loss_coef * balance(output.router_logits, base.num_experts_per_tok, attention_mask)
+        loss = loss + base.router_aux_loss_coef * balance(
+            output.router_logits, base.num_experts_per_tok, attention_mask
+        )
     return loss
 
 

@@ -1,4 +1,6 @@
-"""Tiny models of the architectures the trainer promises to be exact for, with random weights that make attention matter."""
+"""Tiny models of the architectures the trainer promises to be exact for, with random weights that make attention
+matter.
+"""
 
 from __future__ import annotations
 

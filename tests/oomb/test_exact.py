@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from oomb import ChunkConfig, chunked_backward, chunked_loss
 from tests.dense import dense_loss
 from tests.models import VOCAB, build, configs
 from tests.numerics import gradient_errors, gradients, relative
+
+from oomb import ChunkConfig, chunked_backward, chunked_loss
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
 NAMES = sorted(configs())
@@ -149,12 +149,16 @@ def test_anything_goes_together(data):
     arguments = {}
     if draw(st.booleans()):
         labels = ids.clone()
-        labels[torch.rand(labels.shape, generator=torch.Generator().manual_seed(length)) < draw(st.floats(0, 0.9))] = -100
+        labels[
+            torch.rand(labels.shape, generator=torch.Generator().manual_seed(length)) < draw(st.floats(0, 0.9))
+        ] = -100
         labels[0, 1] = 3
         arguments["labels"] = labels
     if draw(st.booleans()):
         cuts = sorted(draw(st.sets(st.integers(1, length - 1), max_size=3)))
-        arguments["document_ids"] = torch.bucketize(torch.arange(length), torch.tensor(cuts, dtype=torch.long), right=True).expand(batch, -1)
+        arguments["document_ids"] = torch.bucketize(
+            torch.arange(length), torch.tensor(cuts, dtype=torch.long), right=True
+        ).expand(batch, -1)
     if draw(st.booleans()):
         arguments["num_items"] = draw(st.integers(1, 50))
     elif "document_ids" in arguments or "labels" in arguments:

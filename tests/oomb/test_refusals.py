@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.dense import dense_loss
+from tests.models import COMMON, VOCAB, build, configs
+from tests.numerics import gradient_errors, gradients, relative
+from tests.oomb.test_exact import tokens
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
@@ -24,10 +28,6 @@ from transformers import (
 from transformers.models.llama4.modeling_llama4 import Llama4ForCausalLM
 
 from oomb import ChunkConfig, Unsupported, chunked_backward, chunked_loss
-from tests.dense import dense_loss
-from tests.models import COMMON, VOCAB, build, configs
-from tests.numerics import gradient_errors, gradients, relative
-from tests.oomb.test_exact import tokens
 
 CONFIG = ChunkConfig(chunk_tokens=6, page_tokens=4)
 
@@ -37,12 +37,30 @@ CONFIG = ChunkConfig(chunk_tokens=6, page_tokens=4)
     [
         (Gemma2Config(**COMMON), "capped"),
         (DiffLlamaConfig(**COMMON), "2 times"),
-        (MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4), "not kept in pages|AttentionInterface"),
-        (FalconH1Config(**COMMON, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8), "state|convolution"),
+        (
+            MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4),
+            "not kept in pages|AttentionInterface",
+        ),
+        (
+            FalconH1Config(**COMMON, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8),
+            "state|convolution",
+        ),
         (Qwen3NextConfig(**COMMON, num_experts=4), "other kinds|convolution"),
         (Lfm2Config(**COMMON, layer_types=["conv", "full_attention", "conv"]), "other kinds|convolution"),
-        (DeepseekV3Config(**{**COMMON, "num_key_value_heads": 4}, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8,
-                          v_head_dim=8, n_routed_experts=4, n_group=1, topk_group=1), "one head dim"),
+        (
+            DeepseekV3Config(
+                **{**COMMON, "num_key_value_heads": 4},
+                kv_lora_rank=8,
+                q_lora_rank=8,
+                qk_rope_head_dim=4,
+                qk_nope_head_dim=8,
+                v_head_dim=8,
+                n_routed_experts=4,
+                n_group=1,
+                topk_group=1,
+            ),
+            "one head dim",
+        ),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
@@ -56,8 +74,13 @@ def test_architectures(config, reason):
 def test_chunked_local_attention_beyond_the_cut():
     """The mask looks causal on a short sequence and is not on a long one."""
     config = Llama4TextConfig(
-        **{**COMMON, "num_key_value_heads": 2}, intermediate_size_mlp=48, num_local_experts=1, attention_chunk_size=64,
-        attn_temperature_tuning=False, layer_types=["chunked_attention"] * 3, moe_layers=[],
+        **{**COMMON, "num_key_value_heads": 2},
+        intermediate_size_mlp=48,
+        num_local_experts=1,
+        attention_chunk_size=64,
+        attn_temperature_tuning=False,
+        layer_types=["chunked_attention"] * 3,
+        moe_layers=[],
     )
     model = Llama4ForCausalLM(config).double()
     with pytest.raises(Unsupported):
@@ -67,14 +90,20 @@ def test_chunked_local_attention_beyond_the_cut():
 @pytest.mark.parametrize(
     "config",
     [
-        GraniteConfig(**COMMON, logits_scaling=3.0, attention_multiplier=0.2, residual_multiplier=0.5, embedding_multiplier=2.0),
+        GraniteConfig(
+            **COMMON, logits_scaling=3.0, attention_multiplier=0.2, residual_multiplier=0.5, embedding_multiplier=2.0
+        ),
         Cohere2Config(**{**COMMON, "sliding_window": 9}, logit_scale=0.25),
-        GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0),
+        GPT2Config(
+            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0
+        ),
     ],
     ids=lambda config: type(config).__name__,
 )
 def test_other_heads_and_embeddings_are_exact(config):
-    """Logit scales, parallel blocks, learned positions: against the library's own loss, in float64 but for its softmax."""
+    """Logit scales, parallel blocks, learned positions: against the library's own loss, in float64 but for its
+    softmax.
+    """
     model, ids = build(config), tokens(2, 23)
     model.eval()
     expected = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -109,8 +138,16 @@ def test_not_a_causal_language_model():
         chunked_loss(Qwen2ForSequenceClassification(configs()["qwen2"]), tokens(1, 12))
     with pytest.raises(Unsupported, match="head"):
         chunked_loss(build(configs()["qwen2"]).model, tokens(1, 12))
-    bart = BartConfig(vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-                      decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16)
+    bart = BartConfig(
+        vocab_size=VOCAB,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+    )
     with pytest.raises(Unsupported, match="encoder-decoder"):
         chunked_loss(BartForConditionalGeneration(bart), tokens(1, 12))
     with pytest.raises(Unsupported, match="DataParallel"):
@@ -142,7 +179,13 @@ HOLE[0, 5] = 0
         ({"labels": torch.zeros(2, 12)}, "labels must be an integer"),
         ({"labels": torch.full((2, 12), VOCAB)}, "labels must be -100 or lie"),
         ({"labels": torch.full((2, 12), -1)}, "labels must be -100 or lie"),
-        ({"labels": torch.zeros(2, 12, dtype=torch.long), "attention_mask": (torch.arange(12) < 7).long().expand(2, -1)}, "wherever"),
+        (
+            {
+                "labels": torch.zeros(2, 12, dtype=torch.long),
+                "attention_mask": (torch.arange(12) < 7).long().expand(2, -1),
+            },
+            "wherever",
+        ),
         ({"attention_mask": LEFT}, "row 1 on the left"),
         ({"attention_mask": HOLE}, "row 0 on the left or in the middle"),
         ({"attention_mask": torch.ones(2, 1, 12, 12)}, "shape"),

@@ -10,19 +10,22 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
-
-import oomb.step
-from oomb import ChunkConfig, chunked_backward, chunked_loss
 from tests.dense import dense_loss
 from tests.models import build, configs
 from tests.numerics import gradient_errors, gradients, relative
 from tests.oomb.test_exact import tokens
 
+import oomb.step
+from oomb import ChunkConfig, chunked_backward, chunked_loss
+
 CONFIG = ChunkConfig(chunk_tokens=6, page_tokens=4)
 
 
 def lora(name: str, dropout: float = 0.0, targets=("q_proj", "v_proj", "down_proj")):
-    model = get_peft_model(build(configs()[name]), LoraConfig(r=2, lora_dropout=dropout, target_modules=list(targets), task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        build(configs()[name]),
+        LoraConfig(r=2, lora_dropout=dropout, target_modules=list(targets), task_type="CAUSAL_LM"),
+    )
     with torch.no_grad():
         for key, p in model.named_parameters():
             if "lora_B" in key:

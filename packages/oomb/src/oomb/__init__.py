@@ -1,4 +1,4 @@
-"""Train causal language models on contexts far longer than what one GPU's activations would hold, with exact gradients."""
+"""Train causal language models on contexts far longer than one GPU's activations could hold, with exact gradients."""
 
 from .api import chunked_backward, chunked_loss
 from .config import ChunkConfig

@@ -7,8 +7,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-from chunk_recur import State, chunk_recurrent, chunk_recurrent_backward
 from torch import Tensor, nn
+
+from chunk_recur import State, chunk_recurrent, chunk_recurrent_backward
 
 from .batch import Batch, Chunks, prepare
 from .config import ChunkConfig
@@ -42,15 +43,17 @@ def chunked_loss(
     Shapes: input_ids, labels, attention_mask, document_ids [B, T]; position_ids [B, T] or [1, T]; loss 0-dim
     Units:  the loss is the sum over valid labels divided by `num_items` (default: their number)
     labels: as transformers has them: shifted inside, -100 ignored; default `input_ids`, padding ignored
-    document_ids: packed documents, one run of neighbouring tokens each; they do not see each other, and a label that crosses
-            a boundary is ignored. Positions restart with each document unless `position_ids` says otherwise;
+    document_ids: packed documents, one run of neighbouring tokens each; they do not see each other, and a label that
+            crosses a boundary is ignored. Positions restart with each document unless `position_ids` says otherwise;
             without document_ids, jumps in `position_ids` are boundaries
     loss_fn: (logits [N, V], labels [N]) -> [N], per token, instead of cross-entropy
     progress: called with (chunk passes done, in all)
     Returns: the loss. Without gradients (`torch.no_grad`, nothing trainable) it runs forward only
     Raises: ValueError before anything has run, for input or a model that cannot be honoured exactly
     """
-    run = _prepare(model, input_ids, labels, attention_mask, position_ids, document_ids, num_items, loss_fn, config, progress)
+    run = _prepare(
+        model, input_ids, labels, attention_mask, position_ids, document_ids, num_items, loss_fn, config, progress
+    )
     trainable = [p for p in run.parts.causal.parameters() if p.requires_grad]
     return chunk_recurrent(run.step(fill_loss=True), run.chunks, run.state(), params=trainable, around=run.around)
 
@@ -77,7 +80,9 @@ def chunked_backward(
     Returns: the detached loss, unscaled
     Raises: as `chunked_loss`
     """
-    run = _prepare(model, input_ids, labels, attention_mask, position_ids, document_ids, num_items, loss_fn, config, progress)
+    run = _prepare(
+        model, input_ids, labels, attention_mask, position_ids, document_ids, num_items, loss_fn, config, progress
+    )
     if not torch.is_grad_enabled() or not any(p.requires_grad for p in run.parts.causal.parameters()):
         with torch.no_grad():
             return chunk_recurrent(run.step(fill_loss=True), run.chunks, run.state(), params=(), around=run.around)
@@ -117,7 +122,9 @@ class _Run:
             yield
 
 
-def _prepare(model, input_ids, labels, attention_mask, position_ids, document_ids, num_items, loss_fn, config, progress) -> _Run:
+def _prepare(
+    model, input_ids, labels, attention_mask, position_ids, document_ids, num_items, loss_fn, config, progress
+) -> _Run:
     config = ChunkConfig() if config is None else config
     if not isinstance(config, ChunkConfig):
         raise ValueError(f"config must be a ChunkConfig, got {type(config).__name__}")
@@ -133,7 +140,9 @@ def _prepare(model, input_ids, labels, attention_mask, position_ids, document_id
         num_items=num_items,
     )
     if config.fp32_main_grads and isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("fp32_main_grads and DDP do not go together: DDP reduces .grad before the sum over chunks is in it")
+        raise ValueError(
+            "fp32_main_grads and DDP do not go together: DDP reduces .grad before the sum over chunks is in it"
+        )
     refuse_dropout(parts.causal)
     profile = _profile(parts, batch.tokens)
     chunks = batch.cut(config.chunk_length(parts.device))

@@ -11,7 +11,7 @@ from torch import Tensor
 IGNORED = -100
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chunk:
     """Tokens [start, stop) of every sequence; on the host until a step moves them."""
 
@@ -24,7 +24,7 @@ class Chunk:
     real: Tensor | None  # [B, C] bool, False on padding
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Shapes: ids, positions, targets, documents, real [B, T]"""
 
@@ -43,7 +43,7 @@ class Batch:
         return Chunks(self, chunk_tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chunks(Sequence):
     """The chunks of a batch, cut when asked for."""
 
@@ -108,14 +108,18 @@ def prepare(
 
 def _ids(input_ids: Tensor, vocab_size: int) -> Tensor:
     if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or _not_integers(input_ids):
-        got = f"{tuple(input_ids.shape)} {input_ids.dtype}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        got = (
+            f"{tuple(input_ids.shape)} {input_ids.dtype}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        )
         raise ValueError(f"input_ids must be an integer tensor of shape [batch, tokens], got {got}")
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids is empty: {tuple(input_ids.shape)}")
     ids = input_ids.detach().to("cpu", torch.int64)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
-        raise ValueError(f"input_ids must lie in [0, {vocab_size}), the model's vocabulary; got ids from {low} to {high}")
+        raise ValueError(
+            f"input_ids must lie in [0, {vocab_size}), the model's vocabulary; got ids from {low} to {high}"
+        )
     return ids
 
 
@@ -144,7 +148,8 @@ def _real(attention_mask: Tensor | None, ids: Tensor) -> Tensor | None:
     if not bool(real[:, 0].all()) or bool((real[:, 1:] & ~real[:, :-1]).any()):
         row = int((~real[:, 0] | (real[:, 1:] & ~real[:, :-1]).any(1)).nonzero()[0])
         raise ValueError(
-            f"attention_mask pads row {row} on the left or in the middle: pad on the right, so that every row begins with "
+            f"attention_mask pads row {row} on the left or in the middle: pad on the right, so that every row "
+            f"begins with "
             "a real token (tokenizer.padding_side = 'right')"
         )
     return None if bool(real.all()) else real
@@ -164,7 +169,9 @@ def _positions_and_documents(
         begins = rows[:, 1:] != rows[:, :-1]
         for row, changes in zip(rows, begins.sum(1), strict=True):
             if len(row.unique()) != int(changes) + 1:
-                raise ValueError("document_ids must give each document one run of neighbouring tokens; an id returns after another")
+                raise ValueError(
+                    "document_ids must give each document one run of neighbouring tokens; an id returns after another"
+                )
     elif positions is not None:
         begins = positions.diff(dim=1) != 1  # as transformers reads packed position ids
     else:
@@ -175,7 +182,9 @@ def _positions_and_documents(
     return (arange - starts if positions is None else positions), starts.to(torch.int32)
 
 
-def _targets(labels: Tensor | None, ids: Tensor, real: Tensor | None, documents: Tensor | None, label_size: int) -> Tensor:
+def _targets(
+    labels: Tensor | None, ids: Tensor, real: Tensor | None, documents: Tensor | None, label_size: int
+) -> Tensor:
     if labels is None:
         labels = ids if real is None else ids.masked_fill(~real, IGNORED)
     else:
@@ -183,7 +192,8 @@ def _targets(labels: Tensor | None, ids: Tensor, real: Tensor | None, documents:
         valid = labels[labels != IGNORED]
         if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= label_size):
             raise ValueError(
-                f"labels must be {IGNORED} or lie in [0, {label_size}); got values from {int(valid.min())} to {int(valid.max())}"
+                f"labels must be {IGNORED} or lie in [0, {label_size}); got values from {int(valid.min())} to "
+                f"{int(valid.max())}"
             )
         if real is not None and bool((labels[~real] != IGNORED).any()):
             raise ValueError(f"labels must be {IGNORED} wherever attention_mask is 0")

@@ -53,7 +53,8 @@ class ChunkConfig:
         _one_of("backend", self.backend, ("auto", "reference", "triton", "cudnn"))
         if self.grad_page_dtype not in (None, torch.float64, torch.float32, torch.bfloat16):
             raise ValueError(
-                f"grad_page_dtype must be torch.float32, torch.bfloat16, torch.float64 or None, got {self.grad_page_dtype}"
+                f"grad_page_dtype must be torch.float32, torch.bfloat16, torch.float64 or None, got "
+                f"{self.grad_page_dtype}"
             )
         if self.attention == "sparse" and self.chunk_tokens != "auto" and self.chunk_tokens % self.page_tokens:
             raise ValueError(

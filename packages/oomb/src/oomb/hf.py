@@ -54,11 +54,14 @@ def attention(
     """
     if oomb is None:
         raise Unsupported(
-            f"{type(module).__name__} was called with the attention implementation {NAME!r} outside a chunked step, or does "
+            f"{type(module).__name__} was called with the attention implementation {NAME!r} outside a chunked "
+            f"step, or does "
             "not hand its keywords on to the attention function"
         )
     if dropout:
-        raise Unsupported(f"attention dropout {dropout} cannot be honoured exactly in chunks: set attention_dropout to 0")
+        raise Unsupported(
+            f"attention dropout {dropout} cannot be honoured exactly in chunks: set attention_dropout to 0"
+        )
     if softcap is not None:
         raise Unsupported(f"attention logits are capped at {softcap}, which paged attention does not do")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -105,21 +108,29 @@ def take_apart(model: nn.Module) -> Parts:
     """
     inner = model
     if isinstance(inner, nn.DataParallel) or any(type(m).__name__.startswith("FSDP") for m in inner.modules()):
-        raise Unsupported("models sharded by FSDP or split by DataParallel are not supported: the engine is for one GPU, or DDP")
+        raise Unsupported(
+            "models sharded by FSDP or split by DataParallel are not supported: the engine is for one GPU, or DDP"
+        )
     if isinstance(inner, nn.parallel.DistributedDataParallel):
         inner = inner.module
     inner = getattr(inner, "_orig_mod", inner)  # torch.compile
     if hasattr(inner, "get_base_model"):  # peft
         if getattr(inner.active_peft_config, "is_prompt_learning", False):
-            raise Unsupported("peft prompt learning adds virtual tokens outside the decoder: use LoRA or another adapter")
+            raise Unsupported(
+                "peft prompt learning adds virtual tokens outside the decoder: use LoRA or another adapter"
+            )
         inner = inner.get_base_model()
     if not isinstance(inner, PreTrainedModel):
         raise Unsupported(f"expected a transformers causal language model, got {type(inner).__name__}")
     if inner.config.is_encoder_decoder:
-        raise Unsupported(f"{type(inner).__name__} is an encoder-decoder; only decoder-only causal models are supported")
+        raise Unsupported(
+            f"{type(inner).__name__} is an encoder-decoder; only decoder-only causal models are supported"
+        )
     decoder = inner.get_decoder()
     if inner.get_output_embeddings() is None or decoder is None or decoder is inner:
-        raise Unsupported(f"{type(inner).__name__} has no language-model head over a decoder: load it with AutoModelForCausalLM")
+        raise Unsupported(
+            f"{type(inner).__name__} has no language-model head over a decoder: load it with AutoModelForCausalLM"
+        )
     return Parts(model, inner, decoder)
 
 

@@ -14,7 +14,7 @@ from .batch import IGNORED
 from .hf import Parts, Unsupported
 
 TokenLoss = Callable[[Tensor, Tensor], Tensor]  # (logits [N, V], labels [N]) -> [N]
-TILE_LOGITS = 2**26  # logits alive at once with loss_tile_tokens="auto": 256 MiB in float32
+TILE_LOGITS = 2**27  # logits alive at once with loss_tile_tokens="auto": 512 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class Head:
             return self.output_type(last_hidden_state=hidden[None])
 
         before = vars(decoder).get("forward")
-        hooks = decoder._forward_hooks.copy(), decoder._forward_pre_hooks.copy()
         decoder.forward = answer
         try:
             ids = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
@@ -58,7 +57,13 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def tiled_loss(
-    hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], *, token_loss: TokenLoss, tile_tokens: int | str, vocab_size: int
+    hidden: Tensor,
+    targets: Tensor,
+    head: Callable[[Tensor], Tensor],
+    *,
+    token_loss: TokenLoss,
+    tile_tokens: int | str,
+    vocab_size: int,
 ) -> Tensor:
     """Sum of the token losses over a chunk's valid labels; zero, but connected to `hidden`, when there are none.
 
@@ -73,15 +78,22 @@ def tiled_loss(
     if len(valid) < len(flat):
         rows, flat = rows.index_select(0, valid.to(rows.device)), flat[valid]
     flat = flat.to(rows.device, non_blocking=True)
-    tile = max(TILE_LOGITS // vocab_size, 1) if tile_tokens == "auto" else tile_tokens
+    tile = _auto_tile(vocab_size) if tile_tokens == "auto" else tile_tokens
 
     def part(rows: Tensor, labels: Tensor) -> Tensor:
         losses = token_loss(head(rows), labels)
         if losses.shape != labels.shape:
-            raise ValueError(f"loss_fn must return one loss per token, shape {tuple(labels.shape)}; got {tuple(losses.shape)}")
+            raise ValueError(
+                f"loss_fn must return one loss per token, shape {tuple(labels.shape)}; got {tuple(losses.shape)}"
+            )
         return losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
 
     tiles = zip(rows.split(tile), flat.split(tile), strict=True)
     if not torch.is_grad_enabled():
         return torch.stack([part(*pair) for pair in tiles]).sum()
     return torch.stack([checkpoint(part, *pair, use_reentrant=False) for pair in tiles]).sum()
+
+
+def _auto_tile(vocab_size: int) -> int:
+    tokens = TILE_LOGITS // vocab_size
+    return tokens // 128 * 128 or max(tokens, 1)  # whole tiles of a matrix product, if there is room for one

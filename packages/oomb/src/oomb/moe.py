@@ -1,6 +1,7 @@
 """The load-balancing loss of mixture-of-experts models, exact over a sequence that is never seen at once.
 
-Switch Transformer's loss is E * sum_e f_e * P_e, f the share of assignments and P the mean router probability of expert e
+Switch Transformer's loss is E * sum_e f_e * P_e, f the share of assignments and P the mean router probability of
+expert e
 over all layers and real tokens. f carries no gradient. Once the fill has counted f over the whole sequence, the loss is
 linear in the chunks.
 """
@@ -38,7 +39,9 @@ def router_of(causal: PreTrainedModel) -> Router | None:
     coefficient = getattr(causal, "router_aux_loss_coef", None)
     name = type(causal).__name__
     if library is None or None in (experts, top_k, coefficient):
-        raise Unsupported(f"{name} asks for router losses (output_router_logits) of a kind that is not known; set it to False")
+        raise Unsupported(
+            f"{name} asks for router losses (output_router_logits) of a kind that is not known; set it to False"
+        )
     router = Router(experts, top_k, float(coefficient))
     generator = torch.Generator().manual_seed(0)
     logits = tuple(torch.randn(12, experts, generator=generator) for _ in range(3))
@@ -49,7 +52,10 @@ def router_of(causal: PreTrainedModel) -> Router | None:
         ours.count(logits, real)
         expected = library(logits, experts, top_k, real)
         if not torch.allclose(ours.loss(logits, real), expected, rtol=1e-4):
-            raise Unsupported(f"{name} balances its experts by another loss than the Switch Transformer's; set output_router_logits=False")
+            raise Unsupported(
+                f"{name} balances its experts by another loss than the Switch Transformer's; set "
+                f"output_router_logits=False"
+            )
     return router
 
 
@@ -85,7 +91,11 @@ class Balance:
     def _sums(self, logits: tuple[Tensor, ...], real: Tensor | None) -> tuple[Tensor, Tensor, Tensor | float]:
         wide = torch.promote_types(logits[0].dtype, torch.float32)
         device = logits[0].device
-        weight = torch.ones(logits[0].shape[0], dtype=wide, device=device) if real is None else real.reshape(-1).to(device, wide)
+        weight = (
+            torch.ones(logits[0].shape[0], dtype=wide, device=device)
+            if real is None
+            else real.reshape(-1).to(device, wide)
+        )
         assigned = torch.zeros(self.router.experts, dtype=wide, device=device)
         probability = torch.zeros(self.router.experts, dtype=wide, device=device)
         for layer in logits:

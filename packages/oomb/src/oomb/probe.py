@@ -1,8 +1,11 @@
 """Is this model exact in chunks? Asked of the model itself, on a few tokens, before any work starts.
 
-A chunked run of a short sequence must give what the model's own attention gives on the whole of it. That catches whatever
-a list of architectures would miss: states besides keys and values, attention that is called twice or changed in some way
-we do not see, positions counted from the chunk's start. Masks are asked separately, since a window or a cut may only show
+A chunked run of a short sequence must give what the model's own attention gives on the whole of it. That catches
+whatever
+a list of architectures would miss: states besides keys and values, attention that is called twice or changed in some
+way
+we do not see, positions counted from the chunk's start. Masks are asked separately, since a window or a cut may only
+show
 at lengths the probe does not reach.
 """
 
@@ -87,12 +90,19 @@ class _Probe:
         if getattr(module, "is_causal", True) is False:
             raise Unsupported(f"{name} (layer {layer}) is not causal")
         if k.shape != v.shape:
-            raise Unsupported(f"{name} has keys of shape {tuple(k.shape)} and values of shape {tuple(v.shape)}: both need one head dim")
+            raise Unsupported(
+                f"{name} has keys of shape {tuple(k.shape)} and values of shape {tuple(v.shape)}: both need one "
+                f"head dim"
+            )
         if q.shape[2] % k.shape[2] or q.shape[1] != k.shape[1]:
-            raise Unsupported(f"{name} attends with {q.shape[2]} query heads over {k.shape[2]} KV heads, {q.shape[1]} over {k.shape[1]} tokens")
+            raise Unsupported(
+                f"{name} attends with {q.shape[2]} query heads over {k.shape[2]} KV heads, {q.shape[1]} over "
+                f"{k.shape[1]} tokens"
+            )
         if not isinstance(mask, MaskSpec):
             raise Unsupported(
-                f"{name} (layer {layer}) got its mask from elsewhere than the library's mask functions ({type(mask).__name__}): "
+                f"{name} (layer {layer}) got its mask from elsewhere than the library's mask functions "
+                f"({type(mask).__name__}): "
                 "what each token may see cannot be established"
             )
         if layer not in self.windows:
@@ -103,7 +113,9 @@ class _Probe:
 def layer_index(module: nn.Module) -> int:
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
-        raise Unsupported(f"{type(module).__name__} has no layer_idx: its pages could not be told from those of other layers")
+        raise Unsupported(
+            f"{type(module).__name__} has no layer_idx: its pages could not be told from those of other layers"
+        )
     return layer
 
 
@@ -136,7 +148,8 @@ def window_of(mask_function: Callable, length: int, device: torch.device) -> int
         raise Unsupported(f"the model's mask could not be evaluated position by position: {error}") from error
     if not fits:
         raise Unsupported(
-            "the model's mask is neither causal nor a causal sliding window (bidirectional, blockwise or chunked attention): "
+            "the model's mask is neither causal nor a causal sliding window (bidirectional, blockwise or "
+            "chunked attention): "
             "it cannot be trained in chunks exactly"
         )
     return None if window == length else window
@@ -176,13 +189,15 @@ def probe(parts: Parts, length: int) -> Profile:
     name = type(parts.causal).__name__
     if not noise <= NOISE.get(own.dtype, 0.1):
         raise Unsupported(
-            f"{name}: on {PROBE_TOKENS} tokens our attention differs from the model's own by {noise:.1e} (relative); it does "
+            f"{name}: on {PROBE_TOKENS} tokens our attention differs from the model's own by {noise:.1e} "
+            f"(relative); it does "
             "something to attention that the library's attention interface does not tell"
         )
     state = _distance(chunked, whole)
     if not state <= max(STATE.get(own.dtype, 0.1), 3 * noise if own.dtype.itemsize == 2 else 0):
         raise Unsupported(
-            f"{name}: a short sequence run in chunks differs from the whole by {state:.1e} (relative): the model carries state "
+            f"{name}: a short sequence run in chunks differs from the whole by {state:.1e} (relative): the "
+            f"model carries state "
             "between tokens besides keys and values (a convolution, a recurrence), or counts positions in another way"
         )
     if not _distance(head_logits, logits.flatten(0, 1)) <= NOISE.get(logits.dtype, 0.1):
@@ -196,11 +211,15 @@ def refuse_dropout(model: nn.Module) -> None:
         rate = getattr(module, "attention_dropout", 0.0)
         rate = getattr(rate, "p", rate)
         if module.training and isinstance(rate, float) and rate > 0:
-            raise Unsupported(f"{name} has attention_dropout={rate}: attention dropout cannot be honoured in chunks, set it to 0")
+            raise Unsupported(
+                f"{name} has attention_dropout={rate}: attention dropout cannot be honoured in chunks, set it to 0"
+            )
 
 
 def _refuse_hidden_state(decoder: nn.Module) -> None:
-    """What a short probe may not show: selection of keys that starts with longer sequences, small convolutions in 16 bits."""
+    """What a short probe may not show: selection of keys that starts with longer sequences, small convolutions in 16
+    bits.
+    """
     for name, module in decoder.named_modules():
         kind = type(module).__name__
         if "indexer" in kind.lower() or "compressor" in kind.lower():
@@ -232,7 +251,9 @@ def _chunked_run(parts: Parts, ids: Tensor, chunk: int, length: int) -> tuple[Te
         except Unsupported:
             raise
         except Exception as error:
-            raise Unsupported(f"{type(parts.causal).__name__} does not run with a replaced attention: {type(error).__name__}: {error}") from error
+            raise Unsupported(
+                f"{type(parts.causal).__name__} does not run with a replaced attention: {type(error).__name__}: {error}"
+            ) from error
         hidden.append(output.last_hidden_state)
     return torch.cat(hidden, 1), context
 
@@ -247,7 +268,9 @@ def _check_calls(parts: Parts, context: _Probe, chunks: int) -> None:
         )
     for layer, calls in context.calls.items():
         if calls != chunks:
-            raise Unsupported(f"{name}: layer {layer} calls attention {calls / chunks:g} times in a forward, expected once")
+            raise Unsupported(
+                f"{name}: layer {layer} calls attention {calls / chunks:g} times in a forward, expected once"
+            )
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

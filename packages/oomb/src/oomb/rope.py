@@ -1,6 +1,7 @@
 """Rotary embeddings whose frequencies depend on the longest position of a call.
 
-`dynamic` and `longrope` read `max(position_ids)` each time they are called. A chunk knows only its own positions, so for
+`dynamic` and `longrope` read `max(position_ids)` each time they are called. A chunk knows only its own positions, so
+for
 the time of a pass such a module is primed with the last position of the whole sequence and then held.
 """
 

@@ -1,4 +1,6 @@
-"""One chunk of a Hugging Face model: what the recurrence calls, and what attention finds on its way through the layers."""
+"""One chunk of a Hugging Face model: what the recurrence calls, and what attention finds on its way through the
+layers.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor, nn
+
 from paged_kv import paged_attention
 from sparse_pages import PageSummary, select_pages
-from torch import Tensor, nn
 
 from .batch import Batch, Chunk, Chunks
 from .config import ChunkConfig
@@ -58,7 +61,9 @@ class PassContext:
         facts = self.profile.layers.get(layer)
         seen = (q.shape[2], k.shape[2], k.shape[3], k.dtype)
         if facts is None or seen != (facts.heads, facts.kv_heads, facts.head_dim, facts.dtype):
-            raise Unsupported(f"layer {layer} attends with heads, KV heads, head dim and dtype {seen}, the probe saw {facts}")
+            raise Unsupported(
+                f"layer {layer} attends with heads, KV heads, head dim and dtype {seen}, the probe saw {facts}"
+            )
         self.calls[layer] += 1
         if self.phase == "fill":
             self.past.append(layer, k.detach(), v.detach())
@@ -177,7 +182,9 @@ class DecoderStep:
     def _check_calls(self) -> None:
         for layer in self.context.profile.layers:
             if self.context.calls[layer] != 1:
-                raise Unsupported(f"layer {layer} called attention {self.context.calls[layer]} times in one chunk, expected once")
+                raise Unsupported(
+                    f"layer {layer} called attention {self.context.calls[layer]} times in one chunk, expected once"
+                )
 
     def _with_balance(self, loss: Tensor | None, index: int, phase: str, output, real: Tensor | None) -> Tensor | None:
         """Add the chunk's part of the load-balancing loss: its whole value with the last chunk, gradients with each."""

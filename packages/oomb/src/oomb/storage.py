@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
 from offload import HostOutOfMemory, Offloader, PinnedArena
 from paged_kv import Segment
-from torch import Tensor
 
 from .probe import LayerFacts
 
@@ -44,7 +45,9 @@ class PageRange:
             return self.arena.take(shape, dtype), self.arena.take(shape, dtype)
         # a pool born in inference mode could not be written to by a later training step
         with torch.inference_mode(False):
-            return torch.empty(shape, dtype=dtype, device=self.device), torch.empty(shape, dtype=dtype, device=self.device)
+            return torch.empty(shape, dtype=dtype, device=self.device), torch.empty(
+                shape, dtype=dtype, device=self.device
+            )
 
     def tokens(self, pages: Tensor, start: int, stop: int) -> Tensor:
         """The tokens [start, stop) that lie in this range: a view [B, tokens, G, D]."""
@@ -94,8 +97,10 @@ def divide(
     host_bytes = host_pages * page_bytes + (256 * tensors if host_pages else 0)  # each tensor starts on a 256-byte line
     if host_budget is not None and host_bytes > host_budget:
         raise HostOutOfMemory(
-            f"the past needs {pages} pages of {page_bytes:,} bytes: {fits} fit the device budget of {device_budget:,} bytes, "
-            f"the other {host_pages} need {host_bytes:,} bytes of host memory, but host_budget_bytes is {host_budget:,}; "
+            f"the past needs {pages} pages of {page_bytes:,} bytes: {fits} fit the device budget of "
+            f"{device_budget:,} bytes, "
+            f"the other {host_pages} need {host_bytes:,} bytes of host memory, but host_budget_bytes is "
+            f"{host_budget:,}; "
             "raise either budget or shorten the context"
         )
     return Budget(fits, host_pages, host_bytes)
@@ -213,7 +218,9 @@ class TieredPast:
                 into.copy_(new[:, begin : begin + into.shape[1]])
 
     def compare(self, layer: int, k: Tensor) -> None:
-        """Note how far the recomputed keys are from the stored ones; the walk's end reads it, in one synchronization."""
+        """Note how far the recomputed keys are from the stored ones; the walk's end reads it, in one
+        synchronization.
+        """
         if not self.check or self.stop == self.bounds[-1][1]:
             return
         for pages in self.ranges:
@@ -225,7 +232,7 @@ class TieredPast:
                 self.mismatch[layer] = torch.maximum(self.mismatch.get(layer, error), error)
 
     def _resident(self, pages: PageRange, layer: int, phase: str, first: int, last: int) -> Segment:
-        slots = pages.slots[:, first : last]
+        slots = pages.slots[:, first:last]
         runs = tuple(b * pages.pages + first for b in range(self.batch))
         k, v = pages.kv[layer]
         if phase == "forward":
@@ -274,7 +281,9 @@ def raise_on_mismatch(mismatch: dict[int, Tensor], layers: dict[int, LayerFacts]
     for layer, error in sorted(zip(mismatch, errors, strict=True)):
         if error > MISMATCH.get(layers[layer].dtype, MISMATCH_16_BIT):
             raise RuntimeError(
-                f"layer {layer}: the keys recomputed in the walk differ from those of the fill by {error:.2e} (relative): "
-                "something is not the same in the two passes (weights changed between forward and backward, or an operation "
+                f"layer {layer}: the keys recomputed in the walk differ from those of the fill by {error:.2e} "
+                f"(relative): "
+                "something is not the same in the two passes (weights changed between forward and backward, or "
+                "an operation "
                 "is not deterministic); the gradients of this step are wrong"
             )
