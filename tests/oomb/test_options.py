@@ -108,8 +108,9 @@ def test_an_empty_file_sets_nothing():
     ("name", "value"),
     [
         ("context", 1), ("context", 0), ("context", -5), ("context", True), ("context", 64.0), ("steps", 0),
-        ("lr", 0.0), ("lr", -1.0), ("lr", float("nan")), ("lr", float("inf")), ("weight_decay", -0.1), ("max_grad_norm", 0.0),
-        ("seed", -1), ("dtype", "float16"), ("device", "tpu"), ("device", "cuda:x"), ("model", " "), ("output", ""),
+        ("lr", 0.0), ("lr", -1.0), ("lr", float("nan")), ("lr", float("inf")), ("weight_decay", -0.1),
+        ("max_grad_norm", 0.0), ("seed", -1),
+        ("dtype", "float16"), ("device", "tpu"), ("device", "cuda:x"), ("model", " "), ("output", ""),
         ("chunk_tokens", 0), ("page_tokens", -1), ("gpu_kv_budget_bytes", -1), ("backend", "magic"),
     ],
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from oomb.cli.options import Parser, add_options, read_settings
 from oomb.cli.train import run
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     top = Parser(prog="oomb", description=__doc__, allow_abbrev=False)
-    top.add_argument("--version", action="version", version=version("oomb"))
+    top.add_argument("--version", action="version", version=_version())
     top.add_argument("command", choices=["train"], help="train: train a model; `oomb train --help` tells more")
     top.parse_args(argv[:1] or ["--help"])
     train = Parser(
@@ -51,6 +51,13 @@ def _dispatch(argv: list[str]) -> int:
     add_options(train)
     settings = read_settings(train, argv[1:])
     return run(settings)
+
+
+def _version() -> str:
+    try:
+        return version("oomb")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return "not installed"
 
 
 if __name__ == "__main__":
