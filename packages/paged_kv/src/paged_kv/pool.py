@@ -91,7 +91,7 @@ class PagePool:
 
 
 def _per_layer(name: str, value: int | Sequence[int], layers: int) -> tuple[int, ...]:
-    values = (value,) * layers if isinstance(value, int) else tuple(value)
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * layers
     if len(values) != layers or not all(is_count(n, 1) for n in values):
         raise ValueError(f"PagePool: expected {name} to be a positive int, or {layers} of them, got {value!r}")
     return values

@@ -222,7 +222,7 @@ class PagedKV:
         return self._rows
 
     def _per_sequence(self, method: str, value: Lengths) -> tuple[int, ...]:
-        values = (value,) * self.batch if isinstance(value, int) else tuple(value)
+        values = tuple(value) if isinstance(value, Sequence) else (value,) * self.batch
         if len(values) != self.batch or not all(is_count(n, 0) for n in values):
             raise ValueError(
                 f"PagedKV.{method}: expected an int >= 0, or {self.batch} of them (one per sequence), got {value!r}"
