@@ -1,0 +1,126 @@
+"""One chunk's graph at a time, and nothing of a chunk's activations left between the passes."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from tests.chunk_recur.cases import LinearAttention, Recurrent
+from torch import Tensor
+
+from chunk_recur import State, chunk_recurrent, chunk_recurrent_backward, reference
+
+
+class Saved:
+    """Counts the tensors that autograd holds for backward."""
+
+    def __init__(self) -> None:
+        self.alive = self.peak = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        class Box:
+            pass
+
+        box = Box()
+        box.tensor = tensor.detach()  # an output of the node that saves it would otherwise close a cycle
+        self.alive += 1
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(box, self._freed)
+        return box
+
+    def _freed(self) -> None:
+        self.alive -= 1
+
+    def hooks(self) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda box: box.tensor)
+
+
+def saved(function: Any, count: int, *, backward: bool = True) -> Saved:
+    torch.manual_seed(0)
+    model, counter = Recurrent(), Saved()
+
+    def step(index, chunk, h, phase):
+        with counter.hooks():
+            return model(chunk, h)
+
+    chunks = torch.randn(2, 3 * count, 3, dtype=torch.float64).split(3, 1)
+    kwargs = {"params": model.parameters()} if function is not chunk_recurrent_backward else {}
+    loss = function(step, chunks, State(torch.zeros(2, 4, dtype=torch.float64)), **kwargs)
+    if backward and loss.requires_grad:
+        loss.backward()
+    return counter
+
+
+@pytest.mark.parametrize("function", [chunk_recurrent, chunk_recurrent_backward])
+def test_saved_tensors_are_bounded_by_one_chunk(function: Any) -> None:
+    one = saved(reference.chunk_recurrent, 1).peak
+    assert saved(reference.chunk_recurrent, 10).peak > 9 * one
+    for count in (1, 2, 10):
+        counter = saved(function, count)
+        # The last state of a chunk is an input of the next, saved on its side: a few more than for one chunk alone.
+        assert one <= counter.peak <= one + 4, (count, counter.peak, one)
+        assert counter.alive == 0
+
+
+def test_between_the_passes_only_the_last_chunk_is_held() -> None:
+    assert saved(chunk_recurrent, 10, backward=False).alive == 0  # the loss is gone, and so is its graph
+    with torch.no_grad():
+        assert saved(chunk_recurrent, 10).peak == 0
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_waits_for_the_walk_is_the_carried_state_alone(grad: bool) -> None:
+    """States that are views of a chunk's activations are copied; without grad not even they are kept."""
+    model = LinearAttention()
+    chunks = torch.randn(2, 40, 3, dtype=torch.float64).split(10, 1)
+    activations: list[Any] = []
+    states: list[Any] = []
+
+    def step(index, chunk, state, phase):
+        loss, after = model.step(index, chunk, state, phase)
+        activations.append(weakref.ref(after["matrix"].untyped_storage()))
+        states.append(weakref.ref(state["matrix"]))
+        return loss, after
+
+    with torch.set_grad_enabled(grad):
+        loss = chunk_recurrent(step, chunks, State(model.start(2)), params=model.parameters())
+    alive = [reference() is not None for reference in activations]
+    assert alive == [False, False, False, grad]  # the last chunk's graph waits for the backward
+    assert sum(reference() is not None for reference in states[1:-1]) == (2 if grad else 0)
+    if grad:
+        loss.backward()
+        del loss
+        assert not any(reference() for reference in activations)
+
+
+def test_a_state_that_passes_through_is_kept_once() -> None:
+    table = torch.randn(1000, dtype=torch.float64)[:600]
+    w = torch.ones(600, dtype=torch.float64, requires_grad=True)
+    pointers = set()
+
+    def step(index, chunk, h, phase):
+        pointers.add(h.data_ptr())
+        return (h * w).sum(), h
+
+    loss = chunk_recurrent(step, range(20), State(table), params=[w])
+    assert len(pointers) <= 2
+    loss.backward()
+
+
+def test_a_spent_loss_holds_nothing() -> None:
+    model = Recurrent()
+    x = torch.randn(2, 9, 3, dtype=torch.float64, requires_grad=True)
+    seen: list[Any] = []
+
+    def step(index, chunk, h, phase):
+        seen.extend([weakref.ref(chunk), weakref.ref(h)])
+        return model(chunk, h)
+
+    chunks = x.split(3, 1)
+    start = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
+    loss = chunk_recurrent(step, chunks, State(start), params=model.parameters())
+    loss.backward()
+    assert not any(reference() is not None for reference in seen)
+    assert loss.requires_grad
