@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 from typing_extensions import Protocol
 
 Phase: TypeAlias = Literal["fill", "walk"]
+Phase.__doc__ = 'The pass that a step runs in: "fill" forward, without grad; "walk" with grad, before its backward.'
 PyTree: TypeAlias = Any
 
 _METHODS = ("open", "close", "abort")
