@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections import namedtuple
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -309,6 +311,15 @@ def test_reference_refuses_what_it_cannot_do() -> None:
         reference.chunk_recurrent(never, [1], State((), (LogStore([]),)))
     with pytest.raises(ValueError, match="at least one chunk with a loss"):
         reference.chunk_recurrent(lambda i, c, h, p: (None, h), [1], State())
+
+
+def test_the_readme_snippet_runs() -> None:
+    text = (Path(__file__).parents[2] / "packages" / "chunk_recur" / "README.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(snippets) == 1
+    names: dict[str, Any] = {}
+    exec(snippets[0], names)
+    assert names["loss"].requires_grad and bool(names["initial"].grad.any())
 
 
 def test_public_names() -> None:
