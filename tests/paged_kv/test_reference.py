@@ -180,13 +180,13 @@ def test_many_tiles_of_the_real_size(page, more):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_computes_in_float32(dtype):
     """Rounding of inputs and outputs is all that is lost: at most twice the plain computation's own distance."""
-    problem = long_problem(700, 64, dtype)
-    exact = long_problem(700, 64, dtype)
+    problem = long_problem(400, 64, dtype)
+    exact = long_problem(400, 64, dtype)
     for name in ("q", "k", "v"):
         setattr(exact, name, getattr(problem, name).detach().double().requires_grad_())
     weight = weight_for(problem).to(dtype)
     kv = PagedKV(pool_for(problem), 1)
-    out, grads = walk(problem, [(300,), (144,), (256,)], lambda kv: kv, kv, weight)
+    out, grads = walk(problem, [(150,), (94,), (156,)], lambda kv: kv, kv, weight)
     true = expected(exact, weight.double())
     plain = problem.dense()
     plain = (plain.detach(), torch.autograd.grad((plain * weight).sum(), problem.leaves))
@@ -244,9 +244,9 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("options", [{}, {"window": 5000}, {"documents": True}, {"selected": True}])
 def test_nothing_of_the_size_of_chunk_times_past_is_allocated(options):
-    chunk, past, page, heads = 512, 16384, 128, 2
+    chunk, past, page, heads = 256, 12288, 128, 2
     pool = PagePool(
-        layers=1, slots=132, page_tokens=page, kv_heads=1, head_dim=4, dtype=torch.float32, device="cpu"
+        layers=1, slots=98, page_tokens=page, kv_heads=1, head_dim=4, dtype=torch.float32, device="cpu"
     )  # fmt: skip
     kv = PagedKV(pool, 1)
     kv.extend(past)
@@ -257,11 +257,11 @@ def test_nothing_of_the_size_of_chunk_times_past_is_allocated(options):
     if options.pop("documents", None):
         options["documents"] = torch.full((1, chunk), 7000)
     if options.pop("selected", None):
-        options["selected"] = torch.randint(0, 132, (1, 1, 4, 40), dtype=torch.int32)
+        options["selected"] = torch.randint(0, 98, (1, 1, 2, 30), dtype=torch.int32)
     with Largest() as largest:
         q_fwd = paged_attention(q, k, v, kv, 0, scale=0.5, **options)
         q_fwd.sum().backward()
-    assert largest.numel <= reference._CPU_TILE < chunk * past // 16
+    assert largest.numel <= reference._CPU_TILE < chunk * past // 8
 
 
 def test_pages_out_of_sight_are_not_read_and_get_no_gradient():

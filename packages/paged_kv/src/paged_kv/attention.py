@@ -62,9 +62,8 @@ def paged_attention(
     selected = _check_selected(selected, q, k, lengths, past.page_tokens)
     _check_kept(kept, layer, q)
     geometry = Geometry(float(scale), lengths, past.page_tokens, window, documents, selected)
-    if backend == "auto":
-        backend = auto.choose(q, k, geometry, past)[0]
-    call = Call(past, layer, geometry, _first_page(geometry, first_token), load_backend(backend), accumulate, kept)
+    chosen = load_backend(auto.choose(q, k, geometry, past)[0] if backend == "auto" else backend)
+    call = Call(past, layer, geometry, _first_page(geometry, first_token), chosen, accumulate, kept)
     return PagedAttention.apply(q, k, v, sinks, call)
 
 
