@@ -1,0 +1,253 @@
+"""The forward kernel: past pages and the own causal block in one pass, with a running softmax in registers.
+
+One program owns a tile of rows of one KV head. Rows are (query, head of the group) pairs, query-major: row r is query
+`r // R` and head `group * R + r % R`, so that any grouping fills the tile and neighbouring rows share a mask. Keys come
+in tiles that never cross a page. A tile that every row sees whole takes the unmasked path; tiles at an edge (window,
+document, end of the past, diagonal) are masked. Several segments pass the state on through a float32 output and LSE.
+
+Letters: B batch · C chunk tokens · N pages · P tokens a page · H query heads · G KV heads · R = H / G · D head dim
+Source: FlashAttention-2 (arXiv 2307.08691), PagedAttention (arXiv 2309.06180); oracle: reference.py
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def first_visible(positions, tokens, documents_ptr, length, window, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Position of the first key that each query (given by its place in the chunk) sees."""
+    low = tl.zeros_like(positions)
+    if WINDOW:
+        low = tl.maximum(low, length + positions - window + 1)
+    if DOCUMENTS:
+        low = tl.maximum(low, tl.load(documents_ptr + positions))
+    return low
+
+
+@triton.jit
+def tile_range(low_min, low_max, full, end, BLOCK_N: tl.constexpr):
+    """Split the key tiles [0, end) into a masked head, a middle that all rows see whole, and a masked rest.
+
+    Shapes: low_min, low_max: the smallest and largest first key of the rows; full: tiles before it lie before every
+        row's last key. All relative to tile 0.
+    Returns: (start, middle, rest): masked [start, middle), unmasked [middle, rest), masked [rest, end)
+    """
+    start = tl.minimum(tl.maximum(low_min, 0) // BLOCK_N, end)
+    rest = tl.maximum(full, start)
+    middle = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(low_max, 0), BLOCK_N), start), rest)
+    return start, middle, rest
+
+
+@triton.jit
+def locate(table_ptr, tile, TILES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Slot and row of a key tile. TILES a page; 0: the own block, where `table_ptr` is the sequence itself."""
+    if TILES == 0:
+        slot = table_ptr
+        row = tile * BLOCK_N
+    else:
+        slot = tl.load(table_ptr + tile // TILES)
+        row = (tile % TILES) * BLOCK_N
+    return slot, row
+
+
+@triton.jit
+def _fwd_tiles(
+    acc, m, l, q, k_desc, v_desc, table_ptr, group, start, end, low, high, limit, scale_log2,
+    TILES: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, MASK: tl.constexpr, RAGGED: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add key tiles [start, end) to the running softmax. Scores are in base 2.
+
+    MASK: row r sees keys [low[r], high[r]) only. RAGGED: memory at and behind `limit` was never written.
+    """
+    for tile in tl.range(start, end, num_stages=STAGES):
+        slot, row = locate(table_ptr, tile, TILES, BLOCK_N)
+        k = k_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
+        s = tl.dot(q, k.T, input_precision="ieee")
+        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        if MASK:
+            seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
+            s = tl.where(seen, s * scale_log2, float("-inf"))
+        # A page that is not there (slot -1) reads as zeros; an infinite shift takes its keys out of the softmax.
+        absent = tl.where(slot < 0, float("inf"), 0.0)
+        top = tl.max(s, 1) if MASK else tl.max(s, 1) * scale_log2
+        m_new = tl.maximum(m, top - absent)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        if MASK:
+            p = tl.math.exp2(s - (shift + absent)[:, None])
+        else:
+            p = tl.math.exp2(s * scale_log2 - (shift + absent)[:, None])
+        alpha = tl.math.exp2(m - shift)
+        l = l * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v = v_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
+        if RAGGED:
+            v = tl.where((keys < limit)[:, None], v, 0.0)  # 0 * NaN would be NaN
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        m = m_new
+    return acc, m, l
+
+
+@triton.jit
+def _fwd_softmax(s, m, l, slot, scale_log2):
+    """One unmasked step of the running softmax: weights, the factor for what came before, and the new state."""
+    absent = tl.where(slot < 0, float("inf"), 0.0)
+    m_new = tl.maximum(m, tl.max(s, 1) * scale_log2 - absent)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.math.exp2(s * scale_log2 - (shift + absent)[:, None])
+    alpha = tl.math.exp2(m - shift)
+    return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def _fwd_tiles_ahead(
+    acc, m, l, q, k_desc, v_desc, table_ptr, group, start, end, scale_log2,
+    TILES: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `_fwd_tiles` without masks, with the scores of the next tile already under way during a tile's softmax."""
+    if start < end:
+        slot, row = locate(table_ptr, start, TILES, BLOCK_N)
+        k = k_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
+        s = tl.dot(q, k.T, input_precision="ieee")
+        for tile in tl.range(start + 1, end, num_stages=STAGES):
+            slot_next, row_next = locate(table_ptr, tile, TILES, BLOCK_N)
+            k = k_desc.load([slot_next, group, row_next, 0]).reshape(BLOCK_N, DIM)
+            p, alpha, m, l = _fwd_softmax(s, m, l, slot, scale_log2)
+            s = tl.dot(q, k.T, input_precision="ieee")
+            v = v_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
+            acc = acc * alpha[:, None]
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+            slot = slot_next
+            row = row_next
+        p, alpha, m, l = _fwd_softmax(s, m, l, slot, scale_log2)
+        v = v_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, m, l
+
+
+@triton.jit
+def _row_places(
+    tile_m, batch, group, tokens, REPEAT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Where a tile's rows lie in [B, C, H, D] and in [B, H, C], their queries, and which of them exist.
+
+    Rows behind the end repeat the last query: they read what is there and are not stored.
+    """
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    query = tl.minimum(rows // REPEAT, tokens - 1)
+    head = group * REPEAT + rows % REPEAT
+    places = ((batch * tokens).to(tl.int64) + query) * HEADS + head
+    offsets = places[:, None] * HEAD_DIM + tl.arange(0, DIM)[None, :]
+    stats = (batch * HEADS + head).to(tl.int64) * tokens + query
+    return offsets, stats, query, rows < tokens * REPEAT
+
+
+@triton.jit(do_not_specialize=["tokens", "columns", "first", "window"])
+def _paged_attention_fwd_kernel(
+    q_ptr, k_own, v_own, k_pages, v_pages, slots_ptr, lengths_ptr, documents_ptr,
+    carry_ptr, carry_lse_ptr, out_ptr, lse_ptr,
+    tokens, columns, first, window, scale_log2,
+    GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+    ONE_LOOP: tl.constexpr, CARRY: tl.constexpr, OWN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Grid: (row tiles, G, B * SPLITS). CARRY: start from an earlier segment's state. OWN: the own block comes last.
+
+    SPLITS > 1: split i takes its share of the keys and writes a partial result of its own, `out[i]` and `lse[i]`.
+    """
+    # Later rows have more of the own block to see; they go first, so that the longest program does not start last.
+    tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
+    group = tl.program_id(1)
+    batch = tl.program_id(2) // SPLITS
+    split = tl.program_id(2) % SPLITS
+    HEADS: tl.constexpr = GROUPS * REPEAT
+    TILES: tl.constexpr = PAGE // BLOCK_N
+    OWN_STAGES: tl.constexpr = STAGES if STAGES == 1 else STAGES - 1  # no slot to look up first
+    LOWER: tl.constexpr = WINDOW or DOCUMENTS
+
+    offsets, stats, query, valid = _row_places(tile_m, batch, group, tokens, REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M)
+    inside = (tl.arange(0, DIM) < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + offsets, mask=inside, other=0.0)
+    length = tl.load(lengths_ptr + batch)
+    low = first_visible(query, tokens, documents_ptr + batch * tokens, length, window, WINDOW, DOCUMENTS)
+    low_min = tl.min(low, 0)
+    low_max = tl.max(low, 0)
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    if CARRY:
+        if split == 0:
+            m = tl.load(carry_lse_ptr + stats) * 1.4426950408889634
+            l = tl.where(m == float("-inf"), 0.0, 1.0)
+            acc = tl.load(carry_ptr + offsets, mask=inside, other=0.0)
+
+    # The past. Everything is relative to the segment's first key.
+    table = slots_ptr + batch.to(tl.int64) * columns
+    limit = tl.maximum(tl.minimum(length - first, columns * PAGE), 0)
+    end = tl.cdiv(limit, BLOCK_N)
+    start, middle, rest = tile_range(low_min - first, low_max - first, limit // BLOCK_N, end, BLOCK_N)
+    high = tl.zeros_like(query) + limit
+    if ONE_LOOP:
+        acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, start, end, low - first, high, limit,
+                               scale_log2, TILES, BLOCK_N, DIM, True, True, STAGES)  # fmt: skip
+    else:
+        if LOWER:
+            acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, start, middle, low - first, high,
+                                   limit, scale_log2, TILES, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
+        from_tile = middle
+        to_tile = rest
+        if SPLITS > 1:
+            from_tile = middle + (rest - middle) * split // SPLITS
+            to_tile = middle + (rest - middle) * (split + 1) // SPLITS
+        if AHEAD:
+            acc, m, l = _fwd_tiles_ahead(acc, m, l, q, k_pages, v_pages, table, group, from_tile, to_tile, scale_log2,
+                                         TILES, BLOCK_N, DIM, STAGES)  # fmt: skip
+        else:
+            acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, from_tile, to_tile, low, high, limit,
+                                   scale_log2, TILES, BLOCK_N, DIM, False, False, STAGES)  # fmt: skip
+        if split == SPLITS - 1:
+            acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, rest, end, low - first, high, limit,
+                                   scale_log2, TILES, BLOCK_N, DIM, True, True, 1)  # fmt: skip
+
+    # The places are worked out again, from a value the compiler cannot know to be the same: held in registers through
+    # the loop above they would spill.
+    tile_m += tl.load(lengths_ptr + batch, volatile=True) - length
+    offsets, stats, query, valid = _row_places(tile_m, batch, group, tokens, REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M)
+    if OWN:
+        if split == SPLITS - 1:
+            first_query = tile_m * BLOCK_M // REPEAT
+            last_query = tl.minimum((tile_m * BLOCK_M + BLOCK_M - 1) // REPEAT, tokens - 1)
+            end = tl.cdiv(last_query + 1, BLOCK_N)
+            full = (first_query + 1) // BLOCK_N
+            start, middle, rest = tile_range(low_min - length, low_max - length, full, end, BLOCK_N)
+            low = low - length
+            high = query + 1
+            if ONE_LOOP:
+                acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, start, end, low, high, tokens,
+                                       scale_log2, 0, BLOCK_N, DIM, True, False, OWN_STAGES)  # fmt: skip
+            else:
+                if LOWER:
+                    acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, start, middle, low, high, tokens,
+                                           scale_log2, 0, BLOCK_N, DIM, True, False, OWN_STAGES)  # fmt: skip
+                if AHEAD:
+                    acc, m, l = _fwd_tiles_ahead(acc, m, l, q, k_own, v_own, batch, group, middle, rest, scale_log2,
+                                                 0, BLOCK_N, DIM, OWN_STAGES)  # fmt: skip
+                else:
+                    acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, middle, rest, low, high, tokens,
+                                           scale_log2, 0, BLOCK_N, DIM, False, False, OWN_STAGES)  # fmt: skip
+                acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, rest, end, low, high, tokens,
+                                       scale_log2, 0, BLOCK_N, DIM, True, False, 1)  # fmt: skip
+
+    unseen = l == 0.0
+    out = acc / tl.where(unseen, 1.0, l)[:, None]
+    lse = tl.where(unseen, float("-inf"), (m + tl.math.log2(tl.where(unseen, 1.0, l))) * 0.6931471805599453)
+    if SPLITS > 1:
+        part = (split * (tl.num_programs(2) // SPLITS)).to(tl.int64) * HEADS * tokens
+        offsets += part * HEAD_DIM
+        stats += part
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & inside)
+    tl.store(lse_ptr + stats, lse, mask=valid)

@@ -1,0 +1,322 @@
+"""Launches of the Triton kernels: descriptors, grids, splits, and the records that several launches share.
+
+Letters: B batch · C chunk tokens · N pages · P tokens a page · H query heads · G KV heads · R = H / G · D head dim
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .past import Geometry, Segment
+from .triton_backward import _paged_attention_dkdv_kernel, _paged_attention_dq_kernel, _prepare_bwd_kernel
+from .triton_forward import _paged_attention_fwd_kernel
+from .triton_merge import merge_parts
+from .triton_tiles import Tile, tile_for
+
+INTERPRETED = not isinstance(_paged_attention_fwd_kernel, triton.JITFunction)
+_LOG2E = math.log2(math.e)
+_ROW_PADDING = 128  # LSE and delta are padded to whole row tiles of any size
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What all launches of one call share."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: Tensor  # [B] int32 on the device
+    geometry: Geometry  # with a scale >= 0: its sign is in q
+    sign: float
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Problem:
+        lengths = geometry.lengths
+        if geometry.window is not None and geometry.window >= max(lengths) + q.shape[1]:
+            geometry = replace(geometry, window=None)  # it hides nothing, and sums with it could overflow
+        if len(set(lengths)) == 1:  # a fill kernel takes the number as an argument: no copy to the device, no wait
+            on_device = torch.full((len(lengths),), lengths[0], dtype=torch.int32, device=q.device)
+        else:
+            on_device = torch.tensor(lengths, dtype=torch.int32).to(q.device, non_blocking=True)
+        sign = math.copysign(1.0, geometry.scale)
+        if sign < 0.0:  # the kernels take the largest product for the largest score
+            q, geometry = -q, replace(geometry, scale=-geometry.scale)
+        return Problem(q.contiguous(), k.contiguous(), v.contiguous(), on_device, geometry, sign)
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def groups(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def repeat(self) -> int:
+        return self.q.shape[2] // self.k.shape[2]
+
+    @property
+    def dim(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.repeat
+
+    @property
+    def documents(self) -> Tensor:
+        """The kernels' argument; any int32 tensor stands in where there are none."""
+        return self.lengths if self.geometry.documents is None else self.geometry.documents
+
+    @property
+    def window(self) -> int:
+        return self.geometry.window or 0
+
+    def tile(self, kernel: str) -> Tile:
+        capability = (9, 0) if INTERPRETED else torch.cuda.get_device_capability(self.q.device)
+        return tile_for(kernel, triton.next_power_of_2(self.dim), self.q.dtype, capability, narrow=self.narrow)
+
+    @property
+    def narrow(self) -> bool:
+        """A window of a few tiles: one masked loop beats several short ones."""
+        return self.geometry.window is not None and self.geometry.window <= 256
+
+    def slots(self, tile: Tile) -> int:
+        """How many programs run at once."""
+        if INTERPRETED:
+            return tile.per_sm
+        return tile.per_sm * torch.cuda.get_device_properties(self.q.device).multi_processor_count
+
+    def constants(self, tile: Tile) -> dict[str, Any]:
+        geometry = self.geometry
+        return {
+            "GROUPS": self.groups,
+            "REPEAT": self.repeat,
+            "HEAD_DIM": self.dim,
+            "DIM": triton.next_power_of_2(self.dim),
+            "PAGE": geometry.page_tokens,
+            "BLOCK_M": tile.rows,
+            "BLOCK_N": min(tile.keys, geometry.page_tokens),
+            "WINDOW": geometry.window is not None,
+            "DOCUMENTS": geometry.documents is not None,
+            "ONE_LOOP": self.narrow,
+            "STAGES": tile.stages,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+
+
+def forward_launch(
+    p: Problem, segment: Segment | None, carry: Partial | None, out: Tensor, lse: Tensor, *, own: bool
+) -> Partial | None:
+    """One forward launch; returns the state for the next, or None when `out` and `lse` are done."""
+    tile = p.tile("fwd")
+    keys = _Keys.of(p, segment, tile)
+    target = Partial(out, lse) if own else carry or Partial.empty(p)
+    splits = _splits(p, tile, keys)
+    parts = target if splits == 1 else Partial.empty(p, splits)
+    grid = (triton.cdiv(p.rows, tile.rows), p.groups, p.batch * splits)
+    _paged_attention_fwd_kernel[grid](
+        p.q, *keys.own, *keys.pages, keys.slots, p.lengths, p.documents,
+        carry.out if carry else lse, carry.lse if carry else lse, parts.out, parts.lse,
+        p.tokens, keys.columns, keys.first, p.window, p.geometry.scale * _LOG2E,
+        CARRY=carry is not None, OWN=own, SPLITS=splits, AHEAD=tile.ahead, **p.constants(tile),
+    )  # fmt: skip
+    if splits > 1:
+        merge_parts(parts.out, parts.lse, target.out, target.lse)
+    return None if own else target
+
+
+def dq_launch(
+    p: Problem, rows: Rows, segment: Segment | None, carry: Tensor | None, dq: Tensor, *, own: bool
+) -> Tensor | None:
+    """One dQ launch; returns the float32 sum for the next, or None when `dq` is done."""
+    tile = p.tile("dq")
+    keys = _Keys.of(p, segment, tile)
+    target = dq if own else carry if carry is not None else torch.empty_like(p.q, dtype=torch.float32)
+    splits = _splits(p, tile, keys)
+    parts = target if splits == 1 else torch.empty(splits, *p.q.shape, device=p.q.device, dtype=torch.float32)
+    grid = (triton.cdiv(p.rows, tile.rows), p.groups, p.batch * splits)
+    _paged_attention_dq_kernel[grid](
+        *rows.descriptors(tile), *keys.own, *keys.pages, keys.slots, p.lengths, p.documents, rows.lse, rows.delta,
+        rows.lse if carry is None else carry, parts,
+        p.tokens, rows.lse.shape[1], keys.columns, keys.first, p.window, p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
+        CARRY=carry is not None, OWN=own, SPLITS=splits, **p.constants(tile),
+    )  # fmt: skip
+    if splits > 1:
+        target.copy_(parts.sum(0))
+    return None if own else target
+
+
+def dkdv_launch(
+    p: Problem, rows: Rows, segment: Segment | None, dk: Tensor, dv: Tensor, accumulate: str, *, own: bool
+) -> None:
+    """dK and dV of a segment's keys, into its gradient pages, and of the own block's, into `dk` and `dv`."""
+    tile = p.tile("dkdv")
+    keys = _Keys.of(p, segment, tile)
+    block = min(tile.keys, p.geometry.page_tokens)
+    past_tiles = triton.cdiv(keys.limit, block)
+    own_tiles = triton.cdiv(p.tokens, block) if own else 0
+    bounds = p.lengths
+    if p.geometry.documents is not None:
+        bounds = _document_bounds(p, keys.first, past_tiles, own_tiles, block)
+    programs = (past_tiles + own_tiles) * p.groups * p.batch
+    splits = 1
+    if accumulate == "atomic" and not p.narrow:
+        splits = max(1, min(8, 4 * p.slots(tile) // programs))
+    grads = (segment.dk, segment.dv, segment.grad_slots) if segment is not None else (dk, dv, keys.slots)
+    # Sequences that may share a page must not add to it at the same time.
+    together = p.batch == 1 or segment is None or _disjoint(p, segment)
+    for batch, count in [(0, p.batch)] if together else [(b, 1) for b in range(p.batch)]:
+        _paged_attention_dkdv_kernel[past_tiles + own_tiles, p.groups, count * splits](
+            *rows.descriptors(tile), *keys.own, *keys.pages, keys.slots, grads[2].contiguous(), p.lengths, p.documents,
+            bounds, rows.lse, rows.delta, grads[0], grads[1], dk, dv,
+            batch, p.tokens, rows.lse.shape[1], keys.columns, keys.first, p.window, past_tiles,
+            past_tiles + own_tiles, p.geometry.scale, p.geometry.scale * _LOG2E,
+            PAST=past_tiles > 0, OWN=own, ATOMIC=accumulate == "atomic", SPLITS=splits, **p.constants(tile),
+        )  # fmt: skip
+
+
+def _disjoint(p: Problem, segment: Segment) -> bool:
+    """Whether the host knows that no gradient page belongs to two sequences."""
+    if segment.grad_runs is None:
+        return False
+    page = p.geometry.page_tokens
+    pages = [min(-(-n // page) - segment.first_page, segment.slots.shape[1]) for n in p.geometry.lengths]
+    runs = sorted((run, run + n) for run, n in zip(segment.grad_runs, pages) if n > 0)
+    return all(a[1] <= b[0] for a, b in zip(runs, runs[1:]))
+
+
+def _document_bounds(p: Problem, first: int, past_tiles: int, own_tiles: int, block: int) -> Tensor:
+    """Per key tile: before which query all queries see all of it, and from which query on none sees any of it.
+
+    Documents start where they start: no order among them is taken for granted.
+    Returns: [B, past_tiles + own_tiles, 2] int32
+    """
+    starts = p.documents
+    past = first + block * torch.arange(past_tiles, device=starts.device, dtype=torch.int32)
+    own = block * torch.arange(own_tiles, device=starts.device, dtype=torch.int32)
+    first_key = torch.cat([past.expand(p.batch, -1), p.lengths[:, None] + own], 1)
+    latest = starts.cummax(1).values
+    earliest = starts.flip(1).cummin(1).values.flip(1)
+    full = torch.searchsorted(latest, first_key, right=True)
+    end = torch.searchsorted(earliest.contiguous(), first_key + (block - 1), right=True)
+    return torch.stack([full, end], 2).to(torch.int32)
+
+
+def _splits(p: Problem, tile: Tile, keys: _Keys) -> int:
+    """Into how many shares of the keys a row tile is cut, so that the last wave of programs is not mostly empty.
+
+    Costs are in steps of one key tile: 2 to start and finish a program, 5 to launch the merge, 0.018 to merge one part.
+    """
+    if p.geometry.window is not None or p.geometry.documents is not None:
+        return 1
+    programs = triton.cdiv(p.rows, tile.rows) * p.groups * p.batch
+    steps = keys.limit // min(tile.keys, p.geometry.page_tokens)
+    slots = p.slots(tile)
+
+    def cost(splits: int) -> float:
+        merge = 5 + 0.018 * programs * splits if splits > 1 else 0.0
+        return triton.cdiv(programs * splits, slots) * (steps / splits + 2) + merge
+
+    return min(range(1, max(2, min(32, steps // 8) + 1)), key=cost)
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A float32 output over some of the keys and its LSE: what launches pass on, or what is merged."""
+
+    out: Tensor
+    lse: Tensor
+
+    @staticmethod
+    def empty(p: Problem, *parts: int) -> Partial:
+        make = partial(torch.empty, device=p.q.device, dtype=torch.float32)
+        return Partial(make(*parts, *p.q.shape), make(*parts, p.batch, p.q.shape[2], p.tokens))
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """The keys of one launch as its kernel reads them; without a segment the pages stand in and are never read."""
+
+    own: tuple[TensorDescriptor, TensorDescriptor]
+    pages: tuple[TensorDescriptor, TensorDescriptor]
+    slots: Tensor
+    columns: int
+    first: int
+    limit: int  # tokens of the longest sequence's past that lie in the segment
+
+    @staticmethod
+    def of(p: Problem, segment: Segment | None, tile: Tile) -> _Keys:
+        block = min(tile.keys, p.geometry.page_tokens)
+        own = (_descriptor(p.k, block), _descriptor(p.v, block))
+        if segment is None:
+            return _Keys(own, own, p.lengths, 0, 0, 0)
+        columns = segment.slots.shape[1]
+        first = segment.first_page * p.geometry.page_tokens
+        limit = max(0, min(max(p.geometry.lengths) - first, columns * p.geometry.page_tokens))
+        pages = (_descriptor(segment.k, block), _descriptor(segment.v, block))
+        return _Keys(own, pages, segment.slots.contiguous(), columns, first, limit)
+
+
+def _descriptor(pages: Tensor, block: int) -> TensorDescriptor:
+    """Tiles of one head's tokens in [slots, P, G, D]; the own block is read as one long page a sequence."""
+    if not pages.is_contiguous() or pages.data_ptr() % 16:
+        raise ValueError(
+            'paged_attention, backend "triton": expected contiguous pages that start at a multiple of 16 bytes, got '
+            f"strides {pages.stride()}"
+        )
+    slots, tokens, groups, dim = pages.shape
+    strides = [tokens * groups * dim, dim, groups * dim, 1]
+    return TensorDescriptor(pages, [slots, groups, tokens, dim], strides, [1, 1, block, triton.next_power_of_2(dim)])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """q and dout laid out by KV head, and what the backward needs of each row.
+
+    Shapes: q, dout [B * G, C * R, D]; lse, delta [B * G, padded rows] float32
+    """
+
+    q: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+
+    def descriptors(self, tile: Tile) -> tuple[TensorDescriptor, TensorDescriptor]:
+        block = [1, tile.rows, triton.next_power_of_2(self.q.shape[2])]
+        return TensorDescriptor.from_tensor(self.q, block), TensorDescriptor.from_tensor(self.dout, block)
+
+    @staticmethod
+    def prepare(p: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> Rows:
+        blocks = p.batch * p.groups
+        padded = triton.cdiv(p.rows, _ROW_PADDING) * _ROW_PADDING
+        state = Rows(
+            *(torch.empty(blocks, p.rows, p.dim, device=p.q.device, dtype=p.q.dtype) for _ in range(2)),
+            *(torch.empty(blocks, padded, device=p.q.device, dtype=torch.float32) for _ in range(2)),
+        )
+        block = 64
+        with on_device(p.q):
+            _prepare_bwd_kernel[(padded // block, p.groups, p.batch)](
+                p.q, out.contiguous(), dout.contiguous(), lse.contiguous(), state.q, state.dout, state.lse,
+                state.delta, p.tokens, padded, GROUPS=p.groups, REPEAT=p.repeat, HEAD_DIM=p.dim,
+                DIM=triton.next_power_of_2(p.dim), BLOCK_M=block, num_warps=4,
+            )  # fmt: skip
+        return state
+
+
+def on_device(q: Tensor) -> contextlib.AbstractContextManager[None]:
+    return torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext()

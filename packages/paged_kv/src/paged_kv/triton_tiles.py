@@ -1,0 +1,82 @@
+"""The tile table: how large a tile each kernel takes, by head dim, dtype and chip. Edit here, and nowhere else.
+
+Measured on an H200 with `benchmarks/attention.py --tune`; other chips get the same tiles where they fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One kernel's launch shape.
+
+    Units: rows and keys of the tile; stages: depth of the software pipeline; per_sm: programs that fit a multiprocessor
+    `ahead`: forward only, the next tile's scores are under way during a tile's softmax (twice the registers for them).
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    per_sm: int = 1
+    ahead: bool = False
+
+
+# (kernel, head dim rounded up to a power of two). "narrow" kernels serve windows of a few tiles: latency counts there.
+_HOPPER = {
+    ("fwd", 64): Tile(128, 128, 8, 3, ahead=True),
+    ("fwd", 128): Tile(128, 128, 8, 3, ahead=True),
+    ("fwd", 256): Tile(128, 64, 8, 2, ahead=True),
+    ("fwd narrow", 64): Tile(128, 32, 4, 3, per_sm=3),
+    ("fwd narrow", 128): Tile(128, 32, 4, 3, per_sm=2),
+    ("fwd narrow", 256): Tile(64, 32, 4, 2),
+    ("dkdv", 64): Tile(64, 128, 4, 2, per_sm=2),
+    ("dkdv", 128): Tile(64, 64, 4, 2, per_sm=2),
+    ("dkdv", 256): Tile(64, 64, 8, 1),
+    ("dkdv narrow", 64): Tile(64, 64, 4, 2, per_sm=2),
+    ("dkdv narrow", 128): Tile(64, 64, 4, 2, per_sm=2),
+    ("dkdv narrow", 256): Tile(64, 64, 8, 1),
+    ("dq", 64): Tile(128, 128, 8, 2),
+    ("dq", 128): Tile(128, 128, 8, 2),
+    ("dq", 256): Tile(64, 64, 8, 2),
+    ("dq narrow", 64): Tile(128, 32, 4, 3, per_sm=2),
+    ("dq narrow", 128): Tile(128, 32, 8, 2),
+    ("dq narrow", 256): Tile(64, 32, 8, 2),
+}
+# Chips with 100 KiB of shared memory for a program, or without asynchronous matrix instructions.
+_SMALL = {
+    ("fwd", 64): Tile(128, 64, 4, 2),
+    ("fwd", 128): Tile(128, 32, 8, 2),
+    ("fwd", 256): Tile(64, 32, 8, 1),
+    ("dkdv", 64): Tile(64, 64, 8, 1),
+    ("dkdv", 128): Tile(32, 64, 8, 1),
+    ("dkdv", 256): Tile(16, 32, 8, 1),
+    ("dq", 64): Tile(64, 64, 8, 1),
+    ("dq", 128): Tile(64, 32, 8, 1),
+    ("dq", 256): Tile(32, 16, 8, 1),
+}
+# float32 has no matrix instruction of full precision; its products run on the ordinary units.
+_FLOAT32 = {
+    ("fwd", 64): Tile(64, 32, 8, 1),
+    ("fwd", 128): Tile(64, 32, 8, 1),
+    ("fwd", 256): Tile(32, 16, 8, 1),
+    ("dkdv", 64): Tile(32, 32, 8, 1),
+    ("dkdv", 128): Tile(32, 32, 8, 1),
+    ("dkdv", 256): Tile(16, 16, 8, 1),
+    ("dq", 64): Tile(32, 32, 8, 1),
+    ("dq", 128): Tile(32, 32, 8, 1),
+    ("dq", 256): Tile(16, 16, 8, 1),
+}
+
+
+def tile_for(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, int], *, narrow: bool = False) -> Tile:
+    """The tile of one kernel ("fwd", "dkdv", "dq") for a padded head dim on a chip of that compute capability."""
+    if dtype == torch.float32:
+        return _FLOAT32[kernel, dim]
+    if capability[0] not in (9, 10):
+        return _SMALL[kernel, dim]
+    return _HOPPER[f"{kernel} narrow" if narrow else kernel, dim]
