@@ -1,0 +1,225 @@
+"""What is kept of each page to score it by, grown chunk by chunk."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from sparse_pages.exact import largest_dot, ordered_sum
+
+TILE_ELEMENTS = 1 << 22  # at most so many query-page products, or elements of keys, in the works at once
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Turns pages and queries into vectors whose dot product says how much a query wants a page.
+
+    Both functions must treat every page and every query by itself (they are called with any number of them), and by
+    arithmetic that does not depend on how many there are, if selections are to be the same for all chunk lengths.
+    """
+
+    def page_features(self, keys: Tensor) -> Tensor:
+        """Shapes: keys [B, N, P, G, D] of complete pages, float32 (float64 for float64) → [B, N, G, F]."""
+        ...
+
+    def query_features(self, queries: Tensor) -> Tensor:
+        """Shapes: queries [B, C, H, D], float32 (float64 for float64) → [B, C, H, F]."""
+        ...
+
+
+class MeanKey:
+    """The logit of a page's mean key."""
+
+    def page_features(self, keys: Tensor) -> Tensor:
+        return ordered_sum(keys, 2) / keys.shape[2]
+
+    def query_features(self, queries: Tensor) -> Tensor:
+        return queries
+
+
+class MinMaxKey:
+    """The largest logit that a key within the page's bounds could have: Σ_d max(q_d · min_d, q_d · max_d).
+
+    Source: Quest (arXiv 2406.10774)
+    """
+
+    def page_features(self, keys: Tensor) -> Tensor:
+        return torch.cat([keys.amax(2), keys.amin(2)], -1)
+
+    def query_features(self, queries: Tensor) -> Tensor:
+        return torch.cat([queries.clamp(min=0), queries.clamp(max=0)], -1)
+
+
+class PageSummary:
+    """Scores the pages of one layer's keys, kept as the keys come.
+
+    `scorer` is "mean" (the logit of a page's mean key), "minmax" (the bound on its keys' logits) or an object with the
+    two functions of `Scorer`. A page is summarized once, when its last key is there, so the summary is bit for bit
+    the same however the keys were cut into chunks. What is kept does not require grad.
+
+    Units:  page_tokens, tokens in tokens; pages counts the complete ones
+    Raises: ValueError for a page length that is not a positive integer, or an unknown scorer
+    """
+
+    def __init__(self, page_tokens: int, scorer: Literal["mean", "minmax"] | Scorer = "mean") -> None:
+        self.page_tokens = check_integer("page_tokens", page_tokens, 1)
+        self.scorer = _scorer(scorer)
+        self._tail: Tensor | None = None  # [B, < P, G, D]: keys of the page that is not complete
+        self._features: Tensor | None = None  # [B, >= pages, G, F]
+        self._pages = 0
+
+    @property
+    def pages(self) -> int:
+        """Complete pages."""
+        return self._pages
+
+    @property
+    def tokens(self) -> int:
+        """Keys appended."""
+        return self._pages * self.page_tokens + (0 if self._tail is None else self._tail.shape[1])
+
+    def append(self, k: Tensor) -> int:
+        """Add a chunk's keys, after rotary embedding, as attention will see them.
+
+        Shapes: k [B, C, G, D], any C; B, G, D, dtype and device are those of the first call
+        Returns: tokens appended so far
+        Raises: ValueError for other shapes, dtypes or devices; nothing is changed then
+        """
+        self._check_keys(k)
+        with torch.no_grad(), torch.inference_mode(False), torch.autocast(k.device.type, enabled=False):
+            keys = k.detach() if self._tail is None else torch.cat([self._tail, k.detach()], 1)
+            B, tokens, G, D = keys.shape
+            P, new_pages = self.page_tokens, tokens // self.page_tokens
+            paged = keys[:, : new_pages * P].reshape(B, new_pages, P, G, D)
+            step = max(1, TILE_ELEMENTS // (B * P * G * D))
+            features = [self._page_features(paged[:, i : i + step]) for i in range(0, new_pages, step)]
+            tail = keys[:, new_pages * P :].clone()  # a view would keep the chunk alive, and change with it
+            self._store(features, new_pages)
+            self._tail = tail
+        return self.tokens
+
+    def scores(self, q: Tensor, first_page: int = 0, last_page: int | None = None) -> Tensor:
+        """How much each block of queries wants each of the pages [first_page, last_page).
+
+        score(block, page) = the largest, over the block's queries, of Σ over the query heads of a KV head of
+        query_features · page_features. A block is page_tokens queries; the last may have fewer.
+
+        Shapes: q [B, C, H, D], its first query the first of a block; Q = ceil(C / page_tokens), N pages
+        Returns: [B, G, Q, N] float64, the same bits however the queries and pages are cut, and on every device
+        Raises: ValueError if q does not fit the keys, or the pages are not there
+        """
+        self.check_queries(q)
+        last_page = self._pages if last_page is None else last_page
+        if not 0 <= first_page <= last_page <= self._pages:
+            raise ValueError(f"pages [{first_page}, {last_page}) are not among the {self._pages} complete pages")
+        B, C, _, _ = q.shape
+        G, P = self._like().shape[2], self.page_tokens
+        N, Q = last_page - first_page, -(-C // P)
+        with torch.no_grad(), torch.inference_mode(False), torch.autocast(q.device.type, enabled=False):
+            out = torch.empty(B, G, Q, N, dtype=torch.float64, device=q.device)
+            if N == 0:
+                return out
+            page_step = min(N, max(1, TILE_ELEMENTS // (B * G * P)))
+            block_step = max(1, TILE_ELEMENTS // (B * G * P * page_step))
+            assert self._features is not None
+            for i in range(0, Q, block_step):
+                queries = self._query_features(q[:, i * P : (i + block_step) * P])
+                for j in range(0, N, page_step):
+                    pages = self._features[:, first_page + j : min(first_page + j + page_step, last_page)]
+                    tile = out[:, :, i : i + block_step, j : j + page_step]
+                    whole = queries.shape[1] // P * P  # the ragged end is a block of its own length
+                    if whole:
+                        tile[:, :, : whole // P] = largest_dot(queries[:, :whole].unflatten(1, (-1, P)), pages)
+                    if whole < queries.shape[1]:
+                        tile[:, :, whole // P :] = largest_dot(queries[:, None, whole:], pages)
+        return out
+
+    def check_queries(self, q: Tensor) -> None:
+        """Raise ValueError unless q [B, C, H, D] goes with the keys appended."""
+        like = self._like()
+        B, _, G, D = like.shape
+        if not isinstance(q, Tensor) or q.dim() != 4 or not q.is_floating_point() or 0 in q.shape:
+            raise ValueError(f"q must be a floating-point tensor [B, C, H, D], none of them 0, got {_name(q)}")
+        if q.shape[0] != B or q.shape[3] != D or q.shape[2] % G:
+            raise ValueError(f"q must be [{B}, C, a multiple of {G}, {D}] to go with the keys, got {tuple(q.shape)}")
+        if q.device != like.device:
+            raise ValueError(f"q must be on {like.device} as the keys are, got {q.device}")
+
+    def _like(self) -> Tensor:
+        """A tensor [B, some, G, D] with the keys' dtype and device."""
+        if self._tail is None:
+            raise ValueError("the summary is empty: append the chunk's keys first")
+        return self._tail
+
+    def _check_keys(self, k: Tensor) -> None:
+        if not isinstance(k, Tensor) or k.dim() != 4 or not k.is_floating_point() or 0 in (k.shape[0], *k.shape[2:]):
+            raise ValueError(f"k must be a floating-point tensor [B, C, G, D], B, G and D not 0, got {_name(k)}")
+        if self._tail is None:
+            return
+        like = self._tail
+        if (k.shape[0], *k.shape[2:], k.dtype, k.device) != (like.shape[0], *like.shape[2:], like.dtype, like.device):
+            B, _, G, D = like.shape
+            raise ValueError(f"k must be [{B}, C, {G}, {D}] {like.dtype} on {like.device} as before, got {_name(k)}")
+
+    def _page_features(self, keys: Tensor) -> Tensor:
+        features = self.scorer.page_features(_wide(keys))
+        width = None if self._features is None else self._features.shape[3]
+        return _checked(features, "page_features", (keys.shape[0], keys.shape[1], keys.shape[3]), width)
+
+    def _query_features(self, q: Tensor) -> Tensor:
+        """[B, C, G, F]: summed over the query heads of each KV head, in fixed order."""
+        assert self._features is not None
+        _, _, G, F = self._features.shape
+        features = _checked(self.scorer.query_features(_wide(q)), "query_features", tuple(q.shape[:3]), F)
+        return ordered_sum(features.unflatten(2, (G, -1)), 3)
+
+    def _store(self, features: list[Tensor], new_pages: int) -> None:
+        if not features:
+            return
+        B, _, G, F = features[0].shape
+        total = self._pages + new_pages
+        if self._features is None or self._features.shape[1] < total:
+            room = features[0].new_empty(B, max(total, 2 * self._pages), G, F)
+            if self._features is not None:
+                room[:, : self._pages] = self._features[:, : self._pages]
+            self._features = room
+        self._features[:, self._pages : total] = torch.cat(features, 1)
+        self._pages = total
+
+
+def check_integer(name: str, value: object, least: int) -> int:
+    """The value, if it is an integer of at least `least`; else ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return value
+
+
+def _scorer(scorer: object) -> Scorer:
+    if scorer == "mean":
+        return MeanKey()
+    if scorer == "minmax":
+        return MinMaxKey()
+    if isinstance(scorer, Scorer) and not isinstance(scorer, type):
+        return scorer
+    raise ValueError(
+        f"scorer must be 'mean', 'minmax' or an object with page_features and query_features, got {scorer!r}"
+    )
+
+
+def _checked(features: Tensor, name: str, lead: tuple[int, ...], width: int | None) -> Tensor:
+    """What a scorer returned, if it has the shape [*lead, width]."""
+    wanted = f"[{', '.join(map(str, lead))}, {'F' if width is None else width}]"
+    good = isinstance(features, Tensor) and features.is_floating_point() and features.dim() == 4
+    if not good or features.shape[:3] != lead or features.shape[3] != (width or features.shape[3] or 1):
+        raise ValueError(f"the scorer's {name} must return a floating-point tensor {wanted}, got {_name(features)}")
+    return features
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def _name(x: object) -> str:
+    return f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
