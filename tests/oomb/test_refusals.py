@@ -49,7 +49,8 @@ CONFIG = ChunkConfig(chunk_tokens=6, page_tokens=4)
         (Lfm2Config(**COMMON, layer_types=["conv", "full_attention", "conv"]), "other kinds|convolution"),
         (
             DeepseekV3Config(
-                **{**COMMON, "num_key_value_heads": 4},
+                **{k: v for k, v in COMMON.items() if k not in ("head_dim", "num_key_value_heads")},
+                num_key_value_heads=4,
                 kv_lora_rank=8,
                 q_lora_rank=8,
                 qk_rope_head_dim=4,

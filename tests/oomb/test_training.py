@@ -46,28 +46,32 @@ def test_lora_on_a_frozen_base(targets):
     assert max(gradient_errors(ours, dense)) <= 1e-10
 
 
-def test_lora_dropout_is_the_same_in_both_passes():
-    """Chunked with checkpointing, kept outputs or other budgets draws the same masks: one chunking, one result."""
+@pytest.mark.parametrize("entry", [chunked_loss, chunked_backward])
+def test_lora_dropout_is_the_same_in_both_passes(entry):
+    """With checkpointing, kept outputs or another budget the same masks are drawn: one seed, one result."""
     model, ids = lora("qwen2", dropout=0.4), tokens(1, 23)
-    results = []
-    for change in ({}, {"gpu_kv_budget_bytes": 0}, {"keep_outputs_bytes": 10**9}):
-        torch.manual_seed(7)
-        config = ChunkConfig(chunk_tokens=6, page_tokens=4, **change)
-        chunked_loss(model, ids, config=config).backward()
-        results.append(gradients(model))
-    torch.manual_seed(7)
+
+    def step(seed, **change):
+        torch.manual_seed(seed)
+        loss = entry(model, ids, config=ChunkConfig(chunk_tokens=6, page_tokens=4, **change))
+        if loss.requires_grad:
+            loss.backward()
+        return gradients(model)
+
+    reference = step(7)
+    others = [step(7, gpu_kv_budget_bytes=0), step(7, keep_outputs_bytes=10**9)]
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    chunked_backward(model, ids, config=CONFIG)
-    results.append(gradients(model))
-    for other in results[1:]:
-        assert max(gradient_errors(other, results[0])) <= 1e-10
-    torch.manual_seed(8)
-    chunked_backward(model, ids, config=CONFIG)
-    assert max(gradient_errors(gradients(model), results[0])) > 1e-3, "dropout was not active"
+    others.append(step(7))
+    for other in others:
+        assert max(gradient_errors(other, reference)) <= 1e-10
+    assert max(gradient_errors(step(8), reference)) > 1e-3, "dropout was not active"
 
 
 def test_dropout_gradient_against_finite_differences():
-    """The masks agree between fill and walk, or the gradient would not be that of the loss."""
+    """If the masks of fill and walk differed, the gradient would not be that of the loss.
+
+    The bound is that of the library's norms, which compute in float32.
+    """
     model, ids = lora("qwen2", dropout=0.4), tokens(1, 17)
 
     def loss():
@@ -79,11 +83,11 @@ def test_dropout_gradient_against_finite_differences():
     name, p = next((n, p) for n, p in model.named_parameters() if p.requires_grad and "v_proj.lora_B" in n)
     direction = torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype)
     with torch.no_grad():
-        p += 1e-5 * direction
+        p += 1e-3 * direction
         up = float(loss())
-        p -= 2e-5 * direction
+        p -= 2e-3 * direction
         down = float(loss())
-    assert (up - down) / 2e-5 == pytest.approx(float((grads[name] * direction).sum()), rel=1e-6)
+    assert (up - down) / 2e-3 == pytest.approx(float((grads[name] * direction).sum()), rel=1e-3)
 
 
 def test_accumulation_equals_one_batch():
@@ -226,7 +230,18 @@ def test_changed_weights_between_the_passes_are_noticed():
     loss = chunked_loss(model, ids, config=CONFIG)
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight.mul_(1.5)
+    with pytest.raises(RuntimeError, match="written in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("entry", [chunked_loss, chunked_backward])
+def test_a_layer_that_computes_something_else_in_the_walk_is_named(entry):
+    """Whatever the cause, the recomputed keys show it."""
+    model, ids = build(configs()["qwen2"]), tokens(1, 23)
+    key = model.model.layers[1].self_attn.k_proj
+    key.register_forward_hook(lambda _module, _args, out: out * 1.1 if torch.is_grad_enabled() else None)
     with pytest.raises(RuntimeError, match="layer 1: the keys recomputed"):
+        loss = entry(model, ids, config=CONFIG)
         loss.backward()
 
 

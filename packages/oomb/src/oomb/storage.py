@@ -97,11 +97,12 @@ def divide(
     host_bytes = host_pages * page_bytes + (256 * tensors if host_pages else 0)  # each tensor starts on a 256-byte line
     if host_budget is not None and host_bytes > host_budget:
         raise HostOutOfMemory(
-            f"the past needs {pages} pages of {page_bytes:,} bytes: {fits} fit the device budget of "
-            f"{device_budget:,} bytes, "
-            f"the other {host_pages} need {host_bytes:,} bytes of host memory, but host_budget_bytes is "
-            f"{host_budget:,}; "
-            "raise either budget or shorten the context"
+            f"the past needs {pages} pages of {page_bytes:,} bytes: {fits} fit gpu_kv_budget_bytes={device_budget:,}, the "
+            f"other {host_pages} need {host_bytes:,} bytes of host memory, but host_budget_bytes is {host_budget:,}; raise "
+            "either budget or shorten the context",
+            requested=host_bytes,
+            free=host_budget,
+            largest=host_budget,
         )
     return Budget(fits, host_pages, host_bytes)
 
