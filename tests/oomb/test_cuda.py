@@ -1,0 +1,101 @@
+"""The trainer's promise on a GPU: float32 exact, bfloat16 no worse than the dense bfloat16 step, for every backend."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from oomb import ChunkConfig, chunked_backward
+from tests.dense import dense_loss
+from tests.models import COMMON, VOCAB, build, configs
+from tests.numerics import gradient_errors, gradients
+
+pytestmark = pytest.mark.cuda
+NAMES = sorted(configs())
+
+
+def wide(name: str):
+    """A config whose heads and pages the kernels take."""
+    config = configs()[name]
+    config.head_dim = 64
+    config.hidden_size = 128
+    if config.sliding_window is not None:
+        config.sliding_window = 70
+    return config
+
+
+def tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(0)).cuda()
+
+
+def record(request, **row) -> None:
+    """One line for the result file, when OOMB_RESULTS names one."""
+    if path := os.environ.get("OOMB_RESULTS"):
+        with Path(path).open("a") as file:
+            file.write(json.dumps({"test": request.node.name} | row) + "\n")
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_architecture(request, name, dtype, backend):
+    low = build(wide(name), dtype=dtype, device="cuda")
+    exact = copy.deepcopy(low).double()
+    ids = tokens(2, 333)
+    dense_loss(exact, ids).backward()
+    reference = gradients(exact)
+    dense_loss(low, ids).backward()
+    dense = gradient_errors(gradients(low), reference)[0]
+    config = ChunkConfig(chunk_tokens=100, page_tokens=64, backend=backend, fp32_main_grads=True)
+    chunked_backward(low, ids, config=config)
+    error, worst = gradient_errors(gradients(low), reference)
+    record(request, name=name, dtype=str(dtype), backend=backend, error=error, worst=worst, dense=dense)
+    assert error <= (1e-5 if dtype == torch.float32 else 2 * dense)
+
+
+@pytest.mark.parametrize("budget", [0, 300_000])
+def test_host_pages_change_nothing(budget):
+    model, ids = build(wide("qwen2"), dtype=torch.bfloat16, device="cuda"), tokens(2, 700)
+    results = []
+    for change in ({}, {"gpu_kv_budget_bytes": budget}):
+        config = ChunkConfig(chunk_tokens=100, page_tokens=64, backend="triton", segment_tokens=128, **change)
+        chunked_backward(model, ids, config=config)
+        results.append(gradients(model))
+    exact = copy.deepcopy(model).double()
+    dense_loss(exact, ids).backward()
+    reference = gradients(exact)
+    errors = [gradient_errors(r, reference)[0] for r in results]
+    assert errors[1] <= 1.2 * errors[0]
+
+
+def test_two_runs_are_bit_identical():
+    model, ids = build(wide("gpt_oss"), dtype=torch.bfloat16, device="cuda"), tokens(1, 500)
+    results = []
+    for _ in range(2):
+        chunked_backward(model, ids, config=ChunkConfig(chunk_tokens=128, page_tokens=64, backend="triton"))
+        results.append(gradients(model))
+    attention = [n for n in results[0] if "self_attn" in n]
+    assert all(torch.equal(results[0][n], results[1][n]) for n in attention)
+
+
+def test_device_memory_does_not_grow_with_the_context():
+    """Pages on the host: only the segment buffers are on the device."""
+    model = build(wide("qwen2"), dtype=torch.bfloat16, device="cuda")
+    peaks = []
+    for length in (4096, 16384):
+        config = ChunkConfig(
+            chunk_tokens=512, page_tokens=64, backend="triton", gpu_kv_budget_bytes=0, segment_tokens=1024
+        )
+        chunked_backward(model, tokens(1, length), config=config)
+        model.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()
+        chunked_backward(model, tokens(1, length), config=config)
+        model.zero_grad(set_to_none=True)
+        peaks.append(torch.cuda.max_memory_allocated())
+    kv = 2 * 12288 * COMMON["num_hidden_layers"] * COMMON["num_key_value_heads"] * 64 * (2 + 4)
+    assert peaks[1] - peaks[0] < 0.05 * kv
