@@ -235,6 +235,14 @@ def test_a_step_that_writes_to_its_input_is_refused(target: str, chunk: int) -> 
         chunk_recurrent(step, chunks, State(start), params=[w])
 
 
+def test_without_a_second_run_a_step_may_write_to_its_input() -> None:
+    def step(i, c, h, p):
+        return h.add_(c).sum(), h
+
+    with torch.no_grad():
+        assert chunk_recurrent(step, [1.0, 2.0, 3.0], State(torch.zeros(2)), params=[]) == 2 * (1 + 3 + 6)
+
+
 def test_a_buffer_carried_and_written_by_a_later_chunk_is_refused() -> None:
     w, buffer = weight(), torch.ones(2, dtype=torch.float64)
 

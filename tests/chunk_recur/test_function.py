@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.chunk_recur.cases import LinearAttention, LogStore, Recurrent, assert_same, take_grads
+from tests.chunk_recur.cases import Fault, LinearAttention, LogStore, Recurrent, assert_same, take_grads
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from chunk_recur import State, chunk_recurrent, chunk_recurrent_backward, reference
 
@@ -137,6 +138,27 @@ def test_carried_tensors_may_pass_through_repeat_and_need_no_gradient() -> None:
     assert_same(take_grads([weight]), grads)
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_only_the_walk_asks_for_gradients_and_the_initial_state_only_if_the_caller_does(learned: bool) -> None:
+    model, x, _ = recurrent()
+    seen = []
+
+    def step(index, chunk, h, phase):
+        seen.append((index, phase, chunk.requires_grad, h.requires_grad))
+        assert chunk.is_leaf and h.is_leaf
+        return model(chunk, h)
+
+    start = torch.zeros(2, 4, dtype=torch.float64, requires_grad=learned)
+    chunk_recurrent(step, x.split(3, 1), State(start), params=model.parameters()).backward()
+    assert seen == [
+        (0, "fill", False, False),
+        (1, "fill", False, False),
+        (2, "walk", True, True),
+        (1, "walk", True, True),
+        (0, "walk", True, learned),
+    ]
+
+
 def test_chunks_without_a_loss_still_carry_their_gradient() -> None:
     model, x, leaves = recurrent()
 
@@ -169,7 +191,7 @@ def test_low_precision_losses_are_summed_in_float32(dtype: torch.dtype) -> None:
     count = 600  # adding ones in bfloat16 stops at 256
     loss = chunk_recurrent(lambda i, c, s, p: (weight * 1, s), range(count), State(), params=[weight])
     assert loss.dtype == dtype
-    assert float(loss) == float(torch.tensor(float(count), dtype=dtype))
+    assert loss.item() == torch.tensor(float(count), dtype=dtype).item()
 
 
 def test_sums_accumulation_and_several_losses_alive() -> None:
@@ -369,3 +391,40 @@ def test_the_incoming_gradient_may_have_any_size_and_sign() -> None:
     chunk_recurrent_backward(model.step, x.split(3, 1), State(model.start(2)), scale=scale)
     assert_same([g / 3 for g in take_grads(leaves)], grads)
     assert scale.grad is None
+
+
+@pytest.mark.cuda
+def test_on_a_device_whose_backward_runs_in_another_thread() -> None:
+    torch.manual_seed(0)
+    model = Recurrent().cuda()
+    x = torch.randn(2, 7, 3, dtype=torch.float64, device="cuda", requires_grad=True)
+    leaves = [*model.parameters(), x]
+    oracle(model, x).backward()
+    grads = take_grads(leaves)
+    log: list[Any] = []
+
+    def loss_of(fail: bool = False) -> Tensor:
+        def step(index, chunk, h, phase):
+            if fail and (index, phase) == (0, "walk"):
+                raise Fault
+            return checkpoint(model, chunk, h, use_reentrant=True)
+
+        state = State(model.start(2), (LogStore(log),))
+        return chunk_recurrent(step, x.split(2, 1), state, params=model.parameters())
+
+    for _ in range(2):
+        loss = loss_of()
+        loss.backward()
+        assert_same(take_grads(leaves), grads)
+        with pytest.raises(RuntimeError, match="walked back already"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match=r"autograd\.grad cannot return it"):
+            torch.autograd.grad(loss_of(), [model.head.weight])
+        log.clear()
+        with pytest.raises(Fault):
+            loss_of(fail=True).backward()
+        assert log[-1] == ("store", "abort")
+        take_grads(leaves)
+    chunk_recurrent(model.step, x.split(2, 1), State(model.start(2)), params=model.parameters()).backward(inputs=[x])
+    assert all(leaf.grad is None for leaf in leaves[:-1])
+    assert_same([x.grad], grads[-1:])

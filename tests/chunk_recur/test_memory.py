@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chunk_recur.cases import LinearAttention, Recurrent
+from tests.chunk_recur.cases import LinearAttention, LogStore, Recurrent
 from torch import Tensor
 
 from chunk_recur import State, chunk_recurrent, chunk_recurrent_backward, reference
@@ -95,6 +95,24 @@ def test_what_waits_for_the_walk_is_the_carried_state_alone(grad: bool) -> None:
         assert not any(reference() for reference in activations)
 
 
+def test_the_walk_frees_states_as_it_goes() -> None:
+    model = LinearAttention()
+    states: list[Any] = []
+
+    def step(index, chunk, state, phase):
+        if phase == "fill":
+            states.append(weakref.ref(state["matrix"]))
+        elif index < 7:
+            assert [i for i, reference in enumerate(states) if reference() is not None] == list(
+                range(min(index + 2, 7))
+            )
+        return model.step(index, chunk, state, phase)
+
+    chunks = torch.randn(2, 8, 3, dtype=torch.float64).split(1, 1)
+    chunk_recurrent(step, chunks, State(model.start(2)), params=model.parameters()).backward()
+    assert len(states) == 7
+
+
 def test_a_state_that_passes_through_is_kept_once() -> None:
     table = torch.randn(1000, dtype=torch.float64)[:600]
     w = torch.ones(600, dtype=torch.float64, requires_grad=True)
@@ -110,17 +128,24 @@ def test_a_state_that_passes_through_is_kept_once() -> None:
 
 
 def test_a_spent_loss_holds_nothing() -> None:
-    model = Recurrent()
+    """A list of losses for a log must not keep models, stores and chunks alive."""
     x = torch.randn(2, 9, 3, dtype=torch.float64, requires_grad=True)
     seen: list[Any] = []
+    log: list[Any] = []
 
-    def step(index, chunk, h, phase):
-        seen.extend([weakref.ref(chunk), weakref.ref(h)])
-        return model(chunk, h)
+    def loss_of() -> Tensor:
+        model, store = Recurrent(), LogStore(log)
 
-    chunks = x.split(3, 1)
-    start = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
-    loss = chunk_recurrent(step, chunks, State(start), params=model.parameters())
+        def step(index, chunk, h, phase):
+            seen.extend([weakref.ref(chunk), weakref.ref(h)])
+            return model(chunk, h)
+
+        seen.extend([weakref.ref(step), weakref.ref(store)])
+        start = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
+        return chunk_recurrent(step, x.split(3, 1), State(start, (store,)), params=model.parameters())
+
+    loss = loss_of()
+    assert seen[0]() is not None and seen[1]() is not None
     loss.backward()
     assert not any(reference() is not None for reference in seen)
     assert loss.requires_grad

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,8 @@ from torch import Tensor
 from chunk_recur.hold import Hold
 from chunk_recur.loss import LossSum, checked_loss
 from chunk_recur.replay import Autocast, RandomState, fresh_casts, preserved_random_state
-from chunk_recur.state import Phase, State
+from chunk_recur.state import Around, Phase, State, Step
 from chunk_recur.tree import Outline, Tree, Versions, can_require_grad, kept, leaf
-
-Step: TypeAlias = Callable[[int, Any, Any, Phase], tuple[Any, Any]]
-Around: TypeAlias = Callable[[Phase], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +59,9 @@ class Engine:
         walks: bool,
         reports: bool,
     ) -> None:
-        self._step, self._chunks, self._count, self._around = step, chunks, len(chunks), around
+        self._step: Step | None = step
+        self._around: Around | None = around
+        self._chunks, self._count = chunks, len(chunks)
         self._walks, self._reports = walks, reports
         self._initial = Tree.of(state.carried)
         self._initial_links: dict[int, int] = {}
@@ -85,18 +84,17 @@ class Engine:
 
         Returns: the carried and chunk tensors that require grad, each once; `walk` returns their gradients
         """
-        with self._ends_on_error("its forward failed"), self._around("fill"), fresh_casts():
+        with self._pass("fill", "its forward failed"), fresh_casts():
             initial, self._initial = self._initial, Tree.of(())
             _refuse_opaque(initial, "State.carried")
             if self._walks:
                 self._initial_links = self._link(initial)
             carried = initial.map(lambda _, t: leaf(t, False))
-            for index in range(self._count - 1):
-                carried = self._fill(index, carried)
-            if self._walks:
-                self._fill_last(self._count - 1, carried)
-            else:
-                self._fill(self._count - 1, carried)
+            for index in range(self._count):
+                if self._walks and index == self._count - 1:
+                    self._fill_last(index, carried)
+                else:
+                    carried = self._fill(index, carried)
             self._chunk_versions = Versions(t for t in (seen() for seen in self._seen) if t is not None)
             inputs, self._inputs = self._inputs, []
         if not self._walks:
@@ -118,7 +116,7 @@ class Engine:
             )
         self._spent = "it was walked back already"
         grads: list[Tensor | None] = [None] * len(self._places)
-        with self._ends_on_error("its backward failed"), _plain_mode(), self._around("walk"), preserved_random_state():
+        with self._pass("walk", "its backward failed"), preserved_random_state():
             _refuse_written(self._chunk_versions, "a tensor of the chunks")
             carried_grads: list[Tensor | None] = []
             for index in reversed(range(self._count)):
@@ -177,7 +175,8 @@ class Engine:
             lambda place, t: leaf(t, grad and (place in self._initial_links if first else can_require_grad(t)))
         )
         chunk_in = chunk.map(lambda place, t: leaf(t, grad and place in links))
-        given = Versions(carried_in.tensors() + chunk_in.tensors())
+        given = Versions(carried_in.tensors() + chunk_in.tensors() if self._walks else [])
+        assert self._step is not None
         returned = self._step(index, chunk_in.value(), carried_in.value(), phase)
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
             got = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else type(returned).__name__
@@ -241,9 +240,12 @@ class Engine:
         return run
 
     @contextmanager
-    def _ends_on_error(self, why: str) -> Iterator[None]:
+    def _pass(self, phase: Phase, why: str) -> Iterator[None]:
+        """What surrounds a pass; when it fails, everything is let go of."""
+        assert self._around is not None
         try:
-            yield
+            with nullcontext() if phase == "fill" else _plain_mode(), self._around(phase):
+                yield
         except BaseException as error:
             self._end(f"{why} ({type(error).__name__})", error)
             raise
@@ -251,7 +253,7 @@ class Engine:
     def _end(self, why: str, error: BaseException | None = None) -> None:
         """Let go of everything; the loss is spent."""
         self._spent = why
-        self._last = None
+        self._last = self._step = self._around = None
         self._chunks = ()
         self._entries.clear()
         self._hold.release(why, error)

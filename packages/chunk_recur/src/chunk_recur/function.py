@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunk_recur.engine import Around, Engine, Step
+from chunk_recur.engine import Engine
 from chunk_recur.replay import preserved_random_state
-from chunk_recur.state import State
+from chunk_recur.state import Around, State, Step
 from chunk_recur.tree import Tree
 
 

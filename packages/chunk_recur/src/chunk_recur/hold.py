@@ -20,7 +20,7 @@ class Hold:
             earlier = _HOLDS.get(id(store))
             if earlier is not None:
                 earlier.release("a later loss took over one of its stores")
-            _HOLDS[id(store)] = self
+        _HOLDS.update({id(store): self for store in stores})
 
     def open(self, index: int, phase: Phase) -> None:
         """Open every store for a chunk, in order."""
@@ -43,7 +43,8 @@ class Hold:
             return
         self.released = why
         failure: BaseException | None = None
-        for store in self._stores:
+        stores, self._stores = self._stores, ()
+        for store in stores:
             if _HOLDS.get(id(store)) is self:
                 del _HOLDS[id(store)]
             try:

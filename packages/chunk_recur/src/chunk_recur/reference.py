@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from chunk_recur.engine import Step
-from chunk_recur.state import State
+from chunk_recur.state import State, Step
 
 
 def chunk_recurrent(step: Step, chunks: Sequence[Any], state: State, *, params: Iterable[Tensor] = ()) -> Tensor:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from torch import Tensor
 from typing_extensions import Protocol
 
 Phase: TypeAlias = Literal["fill", "walk"]
 Phase.__doc__ = 'The pass that a step runs in: "fill" forward, without grad; "walk" with grad, before its backward.'
 PyTree: TypeAlias = Any
+Step: TypeAlias = Callable[[int, Any, PyTree, Phase], tuple[Tensor | None, PyTree]]
+Around: TypeAlias = Callable[[Phase], AbstractContextManager[Any]]
 
 _METHODS = ("open", "close", "abort")
 
