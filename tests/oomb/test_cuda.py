@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from oomb import ChunkConfig, chunked_backward
 from tests.dense import dense_loss
 from tests.models import COMMON, VOCAB, build, configs
 from tests.numerics import gradient_errors, gradients
+
+from oomb import ChunkConfig, chunked_backward
 
 pytestmark = pytest.mark.cuda
 NAMES = sorted(configs())
