@@ -228,7 +228,8 @@ def test_kept_outputs_are_set_reused_and_popped():
     assert torch.equal(kept[0][0], plain[0]) and not kept[0][0].requires_grad
     with mock.patch.object(reference, "forward", side_effect=AssertionError("computed again")):
         for _ in range(2):  # checkpointing runs the forward twice
-            paged_attention(*make_inputs(), kv, 0, scale=0.4, sinks=sinks, kept=kept)
+            again = paged_attention(*make_inputs(), kv, 0, scale=0.4, sinks=sinks, kept=kept)
+            assert again.requires_grad and not kept[0][0].requires_grad, "kept would hold a graph"
         result = run(kv, make_inputs(), sinks=sinks, kept=kept)
     assert kept == {}
     same(result, plain)
@@ -393,6 +394,26 @@ def test_a_second_backward_is_refused_when_it_would_count_twice():
         out.backward()
     slots = list(kv.pool.table.slots(kv.pool.table.sequences[0])[:2])
     assert all(torch.equal(a[slots], b[slots]) for a, b in zip(before, kv.pool.grads(0)))
+
+
+def test_a_second_backward_of_the_first_block_would_hand_out_its_gradient_twice():
+    kv, inputs = make_past(), make_inputs()
+    run(kv, inputs)
+    kv.rewind(0)
+    first = [torch.randn(B, 10, n, D, dtype=torch.float64, requires_grad=True) for n in (H, G, G)]
+    out = paged_attention(*first, kv, 0, scale=0.4).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="add twice"):
+        out.backward()
+
+
+def test_a_second_backward_that_touches_no_page_is_allowed():
+    kv, inputs = make_past(), make_inputs(grad=(True, False, False))
+    out = paged_attention(*inputs, kv, 0, scale=0.4).sum()
+    out.backward(retain_graph=True)
+    once = inputs[0].grad.clone()
+    out.backward()
+    assert torch.equal(inputs[0].grad, 2 * once)
 
 
 def test_two_losses_of_two_forwards_add_up():

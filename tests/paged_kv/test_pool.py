@@ -340,6 +340,8 @@ def test_what_rewind_truncate_and_extend_refuse():
     refused(kv, lambda: kv.segments(2, "forward"), "expected a layer")
     refused(kv, lambda: kv.own_grad(-1), "expected a layer")
     refused(kv, lambda: kv.segments(0, "walk"), "phase")
+    for page in (-1, 1.0, True):
+        refused(kv, lambda page=page: kv.segments(0, "forward", page), "first_page")
 
 
 @pytest.mark.parametrize(

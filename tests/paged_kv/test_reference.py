@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.numerics import relative
-from tests.paged_kv.oracle import Problem, SplitPast, poisoned, pool_for
+from tests.paged_kv.oracle import Problem, ShuffledTable, SplitPast, poisoned, pool_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paged_kv import PagedKV, PagePool, Segment, paged_attention, reference
@@ -293,6 +293,63 @@ def test_pages_out_of_sight_are_not_read_and_get_no_gradient():
         if first == 9:
             slots = torch.tensor(pool.table.slots(pool.table.sequences[0]))
     assert pool.grad_live(0, slots).tolist() == [True] * 12 + [False] * 4
+
+
+def test_a_sequence_without_past_does_not_widen_a_window():
+    problem = long_problem(20, 4)
+    q, k, v = (torch.cat((x.detach(), x.detach())) for x in problem.leaves)
+    kv = PagedKV(pool_for(Problem(q, k, v, (20, 12), 4, 1.0)), 2)
+    kv.extend([8, 0])
+    kv.append(0, k[:, :8], v[:, :8])
+    kv.extend(12)
+    true, asked = kv.segments, []
+    with mock.patch.object(kv, "segments", lambda *a: asked.append(a[2]) or true(*a)):
+        paged_attention(q[:, 8:], k[:, 8:], v[:, 8:], kv, 0, scale=1.0, window=3)
+    assert asked == [1]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"documents": True}, {"selected": True}, {"sinks": True}])
+def test_a_gpu_gives_the_same_numbers(dtype, bound, options):
+    make = torch.Generator().manual_seed(5)
+
+    def random(*shape):
+        return torch.randn(shape, generator=make, dtype=torch.float64).to(dtype)
+
+    past, tokens = (333, 170), 130
+    keys, values, q, k, v = (
+        random(2, n, h, 16) for n, h in ((333, 2), (333, 2), (tokens, 6), (tokens, 2), (tokens, 2))
+    )
+    more = dict(options)
+    if "documents" in more:
+        more["documents"] = (torch.rand(2, tokens, generator=make) * 300).int().cummax(1).values
+    if "selected" in more:
+        more["selected"] = torch.randint(-1, 15, (2, 2, 5, 5), generator=make).int()
+    if "sinks" in more:
+        more["sinks"] = random(6)
+    results = []
+    for device in ("cpu", "cuda"):
+        pool = PagePool(
+            layers=1, slots=64, page_tokens=32, kv_heads=2, head_dim=16, dtype=dtype, device=device
+        )  # fmt: skip
+        pool.table = ShuffledTable(64, 32, 1)
+        for pages in (*pool.k, *pool.v):
+            pages.fill_(torch.nan)
+        kv = PagedKV(pool, 2)
+        kv.extend(past)
+        kv.append(0, keys.to(device), values.to(device))
+        kv.extend(tokens)
+        leaves = [x.detach().to(device).requires_grad_() for x in (q, k, v)]
+        there = {name: x.detach().to(device) if isinstance(x, torch.Tensor) else x for name, x in more.items()}
+        if "sinks" in there:
+            leaves.append(there["sinks"].requires_grad_())
+        out = paged_attention(*leaves[:3], kv, 0, scale=0.25, backend="reference", **there)
+        (out * out).sum().backward()
+        kv.rewind(0)
+        results.append([x.cpu() for x in (out.detach(), *(leaf.grad for leaf in leaves), *kv.own_grad(0))])
+    for cpu, gpu in zip(*results):
+        assert relative(gpu, cpu) <= bound
 
 
 def test_two_sequences_that_share_a_page_both_count():

@@ -83,8 +83,8 @@ def backward(
     do_tiles = work.rows(dout)
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     minus_delta = [rows.neg_() for rows in work.rows(delta)]
-    lse_seen = lse.to(dtype).masked_fill(lse == -math.inf, 0.0)  # rows that see nothing are masked everywhere
-    minus_lse = [rows.neg_() for rows in work.rows(lse_seen.transpose(1, 2)[..., None])]
+    # Infinite where nothing is seen; such a row is masked in every tile, after the exponential.
+    minus_lse = [rows.neg_() for rows in work.rows(lse.transpose(1, 2)[..., None])]
     dq = [torch.zeros_like(rows) for rows in q_tiles]
     own = (torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(v.shape, dtype=dtype, device=v.device))
     for keys, tiles, k_GSD, v_GSD in work.blocks(k, v, segments):
@@ -123,7 +123,9 @@ class _Work:
         """[B, C, H, D] to one [B * G, R, D] per tile, each a new tensor in the dtype of the computation."""
         folded = x.unflatten(2, (self.groups, self.share)).permute(0, 2, 3, 1, 4)  # [B, G, J, C, D]
         return [
-            folded[:, :, :, c0:c1].to(self.dtype, copy=True).reshape(self.batch * self.groups, -1, x.shape[3])
+            folded[:, :, :, c0:c1]
+            .to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+            .view(self.batch * self.groups, -1, x.shape[3])
             for c0, c1 in self.tiles
         ]
 

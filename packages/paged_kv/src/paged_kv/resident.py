@@ -148,6 +148,8 @@ class PagedKV:
         self._check_layer(layer)
         if phase not in ("forward", "backward"):
             raise ValueError(f'PagedKV.segments: expected phase "forward" or "backward", got {phase!r}')
+        if not is_count(first_page, 0):
+            raise ValueError(f"PagedKV.segments: expected first_page to be an int >= 0, got {first_page!r}")
         if any(n < start for n, start in zip(self._written[layer], self._starts)):
             raise ValueError(
                 f"PagedKV.segments: layer {layer} has {self._written[layer]} tokens, its past {self._starts}; append "
