@@ -23,12 +23,13 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def gradient_errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, float]:
     """Relative error over all parameters together, and that of the worst single one.
 
-    A parameter whose true gradient vanishes (a key bias: softmax does not see it) is measured against the whole.
+    A parameter whose gradient vanishes beside the others (queries that see one key: softmax is then constant) has only
+    rounding noise left, which is as large as that of the others: it is measured against 1e-5 of the whole.
     """
     assert ours.keys() == reference.keys(), sorted(ours.keys() ^ reference.keys())
     whole = torch.cat([g.double().flatten().cpu() for g in reference.values()])
     total = relative(torch.cat([g.double().flatten().cpu() for g in ours.values()]), whole)
-    floor = float(whole.norm()) * 1e-6
+    floor = float(whole.norm()) * 1e-5
 
     def single(name: str) -> float:
         a, b = ours[name].double().cpu(), reference[name].double().cpu()

@@ -24,7 +24,7 @@ def wide(name: str):
     config = configs()[name]
     config.head_dim = 64
     config.hidden_size = 128
-    if config.sliding_window is not None:
+    if getattr(config, "sliding_window", None) is not None:
         config.sliding_window = 70
     return config
 
