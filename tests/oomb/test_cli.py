@@ -1,5 +1,6 @@
 """`oomb train` from the outside: what it writes, what it says, how it ends."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -95,7 +96,7 @@ def test_an_interrupt_keeps_the_checkpoint_before(arguments, tmp_path, capsys, m
 def test_ctrl_c_ends_the_process_cleanly(arguments, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "oomb.cli.main", *arguments, "--steps", "100000"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     metrics = tmp_path / "out" / "metrics.jsonl"
     deadline = time.monotonic() + 90

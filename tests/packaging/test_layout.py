@@ -33,7 +33,7 @@ def source(package: str) -> Path:
 
 
 def metadata(package: str) -> dict:
-    return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+    return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def imports_of(path: Path) -> set[str]:
@@ -69,7 +69,7 @@ def test_a_package_declares_what_it_imports(package):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_public_names_are_few_and_exist(package):
-    tree = ast.parse((source(package) / "__init__.py").read_text())
+    tree = ast.parse((source(package) / "__init__.py").read_text(encoding="utf-8"))
     public = next(
         ast.literal_eval(node.value)
         for node in tree.body
@@ -88,7 +88,7 @@ def test_all_packages_carry_one_version_and_the_trainer_wants_exactly_it():
     wanted = [line for line in metadata("oomb")["dependencies"] if line.startswith("oomb-")]
     version = versions.pop()
     assert sorted(wanted) == sorted(f"oomb-{part.replace('_', '-')}=={version}" for part in PACKAGES if part != "oomb")
-    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -98,16 +98,16 @@ def test_a_package_has_what_a_release_needs(package):
     assert project["requires-python"] == ">=3.10" and project["readme"] == "README.md"
     assert any(line.startswith("torch>=2.11") for line in project["dependencies"])
     assert (source(package) / "py.typed").exists()
-    assert "```python" in (ROOT / "packages" / package / "README.md").read_text()
+    assert "```python" in (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_root_holds_tool_settings_only():
-    assert set(tomllib.loads((ROOT / "pyproject.toml").read_text())) == {"tool"}
+    assert set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))) == {"tool"}
 
 
 def tree_in_readme() -> set[str]:
     """Paths of the README's annotated tree: two spaces a level, a comment after `#`."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     block = re.search(r"<!-- tree -->\s*```text\n(.*?)```", text, re.DOTALL)[1]
     paths, parents = set(), []
     for line in block.splitlines():

@@ -41,7 +41,7 @@ def run_beside(target: Path, code: str) -> str:
     Without site (-S) no .pth file is read, and editable installs are .pth files.
     """
     path = os.pathsep.join([str(target), sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]])
-    environment = os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "0")}
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=target, env=environment
     )
@@ -51,7 +51,7 @@ def run_beside(target: Path, code: str) -> str:
 
 def snippet(package: str) -> str:
     """All Python blocks of the package's README, as one program."""
-    text = (ROOT / "packages" / package / "README.md").read_text()
+    text = (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
     return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
 
 
@@ -90,7 +90,7 @@ assert demo_settings()["context"] >= 16384
 """,
     )
     (entry,) = tmp_path.glob("oomb-*.dist-info/entry_points.txt")
-    assert "oomb = oomb.cli.main:main" in entry.read_text()
+    assert "oomb = oomb.cli.main:main" in entry.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
