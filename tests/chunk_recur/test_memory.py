@@ -140,9 +140,10 @@ def test_a_spent_loss_holds_nothing() -> None:
             seen.extend([weakref.ref(chunk), weakref.ref(h)])
             return model(chunk, h)
 
-        seen.extend([weakref.ref(step), weakref.ref(store)])
-        start = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
-        return chunk_recurrent(step, x.split(3, 1), State(start, (store,)), params=model.parameters())
+        start = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True) * 2
+        chunks = x.split(3, 1)
+        seen.extend([weakref.ref(kept) for kept in (step, store, start, *chunks)])
+        return chunk_recurrent(step, chunks, State(start, (store,)), params=model.parameters())
 
     loss = loss_of()
     assert seen[0]() is not None and seen[1]() is not None
