@@ -327,6 +327,42 @@ def test_chunks_are_built_when_needed_once_a_pass() -> None:
     assert chunks.asked[7:] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("what", ["carried", "first chunk", "last chunk"])
+def test_without_parameters_an_input_that_requires_grad_is_enough(what: str) -> None:
+    model, x, _ = recurrent()
+    model.requires_grad_(False)
+    start = torch.zeros(2, 4, dtype=torch.float64, requires_grad=what == "carried")
+    chunks = [part.detach().clone() for part in x.split(3, 1)]
+    wanted = {"carried": start, "first chunk": chunks[0], "last chunk": chunks[-1]}[what].requires_grad_()
+    (expected,) = torch.autograd.grad(reference.chunk_recurrent(model.step, chunks, State(start)), [wanted])
+    loss = chunk_recurrent(model.step, chunks, State(start), params=model.parameters())
+    loss.backward()
+    assert_same([wanted.grad], [expected])
+
+
+def test_looking_for_gradients_draws_no_numbers() -> None:
+    model, x, _ = recurrent(tokens=4)
+    model.requires_grad_(False)
+    chunks = Lazy(x.detach(), nn.Dropout(0.5))
+    losses = []
+    for grad in (True, False):
+        torch.manual_seed(0)
+        with torch.set_grad_enabled(grad):
+            losses.append(chunk_recurrent(model.step, chunks, State(model.start(2)), params=[]))
+    assert torch.equal(*losses) and not losses[0].requires_grad
+
+
+def test_parameters_named_twice() -> None:
+    model, x, leaves = recurrent()
+    oracle(model, x).backward()
+    grads = take_grads(leaves)
+    params = [*model.parameters(), *model.parameters()]
+    chunk_recurrent(model.step, x.split(3, 1), State(model.start(2)), params=params).backward()
+    assert_same(take_grads(leaves), grads)
+    chunk_recurrent(model.step, x.split(3, 1), State(model.start(2)), params=params).backward(inputs=[x])
+    assert_same(take_grads(leaves), [torch.zeros_like(g) for g in grads[:-1]] + grads[-1:])
+
+
 def test_chunks_built_with_a_graph_hand_their_gradient_to_it() -> None:
     model, x, _ = recurrent(tokens=4)
     embed = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), nn.Dropout(0.5))
@@ -341,7 +377,7 @@ def test_chunks_built_with_a_graph_hand_their_gradient_to_it() -> None:
     assert_same([loss, *take_grads(leaves)], [expected, *grads])
 
 
-@pytest.mark.parametrize("mode", ["no_grad", "inference", "frozen"])
+@pytest.mark.parametrize("mode", ["no_grad", "inference", "grad in inference", "frozen"])
 def test_forward_only_when_no_gradient_can_be_asked_for(mode: str) -> None:
     model, x, _ = recurrent()
     expected = oracle(model, x)
@@ -352,14 +388,14 @@ def test_forward_only_when_no_gradient_can_be_asked_for(mode: str) -> None:
         phases.append(phase)
         return model(chunk, h)
 
-    guard = {"no_grad": torch.no_grad(), "inference": torch.inference_mode(), "frozen": torch.enable_grad()}[mode]
-    if mode == "frozen":
-        model.requires_grad_(False)
-    with guard:
+    model.requires_grad_(mode != "frozen")
+    outer = torch.inference_mode("inference" in mode)
+    inner = torch.set_grad_enabled(mode in ("frozen", "grad in inference"))
+    with outer, inner:
         loss = chunk_recurrent(step, x.split(3, 1), State(model.start(2)), params=model.parameters())
     assert not loss.requires_grad and phases == ["fill"] * 3
     assert_same([loss], [expected])
-    with guard if mode != "frozen" else torch.no_grad():
+    with outer, inner if mode != "frozen" else torch.no_grad():
         again = chunk_recurrent_backward(step, x.split(3, 1), State(model.start(2)))
     assert phases == ["fill"] * 6
     assert_same([again], [expected])

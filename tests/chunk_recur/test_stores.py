@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.chunk_recur.cases import Fault, KVStore, LogStore, Transformer, assert_same, causal, take_grads
 from torch import Tensor
 
-from chunk_recur import State, chunk_recurrent, chunk_recurrent_backward
+from chunk_recur import State, chunk_recurrent, chunk_recurrent_backward, hold
 
 CHUNKS = 4
 PASSES = [(i, "fill") for i in range(CHUNKS - 1)] + [(i, "walk") for i in reversed(range(CHUNKS))]
@@ -269,6 +269,7 @@ def test_stores_need_nothing_but_their_three_methods() -> None:
     step, weight = logging_step(log)
     stores = (Slotted(), Slotted())
     run("loss", step, weight, stores)
+    assert not {id(store) for store in stores} & hold._HOLDS.keys()
     assert [store.calls for store in stores] == [2 * len(PASSES) + 1] * 2
 
 

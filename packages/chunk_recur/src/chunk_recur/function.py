@@ -160,7 +160,7 @@ def _device(*tensors: list[Tensor]) -> torch.device:
 def _checked(step: Any, chunks: Any, state: Any, params: Any, around: Any) -> list[Tensor]:
     """Refuse what cannot work before any of it is run.
 
-    Returns: the parameters that require grad, each once
+    Returns: the parameters that require grad
     """
     if not callable(step):
         raise ValueError(f"step: expected a function (index, chunk, carried, phase), got {type(step).__name__}")
@@ -183,7 +183,7 @@ def _checked(step: Any, chunks: Any, state: Any, params: Any, around: Any) -> li
             f"around: expected a function from phase to context manager, got {type(around).__name__}; "
             "a context manager serves once, and is entered for two passes"
         )
-    unique: dict[int, Tensor] = {}
+    leaves: list[Tensor] = []
     for place, param in enumerate(params):
         if not isinstance(param, Tensor):
             raise ValueError(f"params[{place}]: expected a tensor, got {type(param).__name__}")
@@ -193,5 +193,5 @@ def _checked(step: Any, chunks: Any, state: Any, params: Any, around: Any) -> li
                 "bring it in through State.carried or the chunks, which return its gradient"
             )
         if param.requires_grad:
-            unique[id(param)] = param
-    return list(unique.values())
+            leaves.append(param)
+    return leaves

@@ -82,7 +82,7 @@ def kept(tensor: Tensor) -> Tensor:
 
     A state that is a view of a chunk's activations would otherwise keep all of them alive, for every chunk.
     """
-    tensor = usable(tensor.detach())
+    tensor = tensor.detach()
     dense = type(tensor) is Tensor and tensor.layout is torch.strided  # others have no storage of their own to measure
     if dense and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
         return tensor.clone()
