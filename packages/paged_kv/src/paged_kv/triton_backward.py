@@ -53,15 +53,16 @@ def _prepare_bwd_kernel(
 def _dkdv_tiles(
     dk, dv, k, v, q_rows, dout_rows, lse_ptr, delta_ptr, block, start, end, low, high, key, documents_ptr, tokens,
     scale_log2, REPEAT: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr, DOCUMENTS: tl.constexpr,
-    MASK: tl.constexpr, STAGES: tl.constexpr,
+    MASK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add row tiles [start, end) to a key tile's gradients. MASK: key j is seen by queries [low[j], high[j]) only."""
     for tile in tl.range(start, end, num_stages=STAGES):
         row = tile * BLOCK_M
         rows = row + tl.arange(0, BLOCK_M)
         q = q_rows.load([block, row, 0]).reshape(BLOCK_M, DIM)
+        dout = dout_rows.load([block, row, 0]).reshape(BLOCK_M, DIM)
         lse = tl.load(lse_ptr + rows)
-        s = tl.dot(k, q.T, input_precision="ieee")
+        s = tl.dot(k, q.T, input_precision=PRECISION)
         p = tl.math.exp2(s * scale_log2 - lse[None, :])
         if MASK:
             query = rows // REPEAT
@@ -70,12 +71,11 @@ def _dkdv_tiles(
                 document = tl.load(documents_ptr + tl.minimum(query, tokens - 1))
                 seen = seen & (document[None, :] <= key[:, None])
             p = tl.where(seen, p, 0.0)
-        dout = dout_rows.load([block, row, 0]).reshape(BLOCK_M, DIM)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
         delta = tl.load(delta_ptr + rows)
-        dp = tl.dot(v, dout.T, input_precision="ieee")
+        dp = tl.dot(v, dout.T, input_precision=PRECISION)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
         ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -96,7 +96,7 @@ def _key_tile(
     lse_ptr, delta_ptr, dk_ptr, dv_ptr, token, tokens, padded, window, scale, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ONE_LOOP: tl.constexpr, PAST: tl.constexpr,
-    ATOMIC: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    ATOMIC: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of keys, which stand at `place` relative to the chunk's first token (negative: past).
 
@@ -136,7 +136,7 @@ def _key_tile(
     dv = tl.zeros([BLOCK_N, DIM], tl.float32)
     if ONE_LOOP:
         dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, block, start, end, low, high, key, documents,
-                             tokens, scale_log2, REPEAT, BLOCK_M, DIM, DOCUMENTS, True, STAGES)  # fmt: skip
+                             tokens, scale_log2, REPEAT, BLOCK_M, DIM, DOCUMENTS, True, STAGES, PRECISION)  # fmt: skip
     else:
         from_tile = middle
         to_tile = rest
@@ -144,17 +144,18 @@ def _key_tile(
             from_tile = middle + (rest - middle) * split // SPLITS
             to_tile = middle + (rest - middle) * (split + 1) // SPLITS
         dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, block, from_tile, to_tile, low, high, key,
-                             documents, tokens, scale_log2, REPEAT, BLOCK_M, DIM, DOCUMENTS, False, STAGES)  # fmt: skip
+                             documents, tokens, scale_log2, REPEAT, BLOCK_M, DIM, DOCUMENTS, False, STAGES,
+                             PRECISION)  # fmt: skip
         if not PAST:
             if split == 0:
                 dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, block, start, middle, low, high, key,
                                      documents, tokens, scale_log2, REPEAT, BLOCK_M, DIM, DOCUMENTS, True,
-                                     1)  # fmt: skip
+                                     1, PRECISION)  # fmt: skip
         if WINDOW or DOCUMENTS:
             if split == SPLITS - 1:
                 dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, block, rest, end, low, high, key,
                                      documents, tokens, scale_log2, REPEAT, BLOCK_M, DIM, DOCUMENTS, True,
-                                     STAGES)  # fmt: skip
+                                     STAGES, PRECISION)  # fmt: skip
 
     # Keys behind the past's end may hold NaN; their rows are garbage and are not stored. The own block's gradient is
     # stored even where no query sees the key: nothing was there before.
@@ -179,7 +180,7 @@ def _paged_attention_dkdv_kernel(
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     ONE_LOOP: tl.constexpr, PAST: tl.constexpr, OWN: tl.constexpr, ATOMIC: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (key tiles of the past, then of the own block, G, sequences from `batch_first` on * SPLITS).
 
@@ -207,7 +208,7 @@ def _paged_attention_dkdv_kernel(
                           documents_ptr, bound_ptr, lse_ptr, delta_ptr, dk_pages_ptr, dv_pages_ptr,
                           grad_slot.to(tl.int64) * PAGE + row, tokens, padded, window, scale, scale_log2,
                           GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS, ONE_LOOP, True, ATOMIC,
-                          SPLITS, STAGES)  # fmt: skip
+                          SPLITS, STAGES, PRECISION)  # fmt: skip
     if OWN:
         if tile >= past_tiles:
             place = (tile - past_tiles) * BLOCK_N
@@ -216,14 +217,14 @@ def _paged_attention_dkdv_kernel(
                           documents_ptr, bound_ptr, lse_ptr, delta_ptr, dk_own_ptr, dv_own_ptr,
                           (batch * tokens).to(tl.int64) + place, tokens, padded, window, scale, scale_log2,
                           GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS, ONE_LOOP, False, ATOMIC,
-                          SPLITS, STAGES)  # fmt: skip
+                          SPLITS, STAGES, PRECISION)  # fmt: skip
 
 
 @triton.jit
 def _dq_tiles(
     dq, q, dout, lse, delta, k_desc, v_desc, table_ptr, group, start, end, low, high, limit, scale_log2,
     TILES: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, MASK: tl.constexpr, RAGGED: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add key tiles [start, end) to a row tile's dQ; the arguments mean what they mean in the forward."""
     for tile in tl.range(start, end, num_stages=STAGES):
@@ -233,15 +234,15 @@ def _dq_tiles(
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if RAGGED:
             k = tl.where((keys < limit)[:, None], k, 0.0)  # 0 * NaN would be NaN
-        s = tl.dot(q, k.T, input_precision="ieee")
+        s = tl.dot(q, k.T, input_precision=PRECISION)
         absent = tl.where(slot < 0, float("inf"), 0.0)
         p = tl.math.exp2(s * scale_log2 - (lse + absent)[:, None])
-        dp = tl.dot(dout, v.T, input_precision="ieee")
+        dp = tl.dot(dout, v.T, input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
         if MASK:
             seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
             ds = tl.where(seen, ds, 0.0)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
 
 
@@ -252,6 +253,7 @@ def _paged_attention_dq_kernel(
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     ONE_LOOP: tl.constexpr, CARRY: tl.constexpr, OWN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row tiles, G, B * SPLITS), as the forward's. CARRY: add to what earlier segments left."""
     tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -283,21 +285,21 @@ def _paged_attention_dq_kernel(
     high = tl.zeros_like(rows) + limit
     if ONE_LOOP:
         dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, start, end, low - first, high, limit,
-                       scale_log2, TILES, BLOCK_N, DIM, True, True, STAGES)  # fmt: skip
+                       scale_log2, TILES, BLOCK_N, DIM, True, True, STAGES, PRECISION)  # fmt: skip
     else:
         if LOWER:
             dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, start, middle, low - first, high,
-                           limit, scale_log2, TILES, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
+                           limit, scale_log2, TILES, BLOCK_N, DIM, True, False, STAGES, PRECISION)  # fmt: skip
         from_tile = middle
         to_tile = rest
         if SPLITS > 1:
             from_tile = middle + (rest - middle) * split // SPLITS
             to_tile = middle + (rest - middle) * (split + 1) // SPLITS
         dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, from_tile, to_tile, low, high, limit,
-                       scale_log2, TILES, BLOCK_N, DIM, False, False, STAGES)  # fmt: skip
+                       scale_log2, TILES, BLOCK_N, DIM, False, False, STAGES, PRECISION)  # fmt: skip
         if split == SPLITS - 1:
             dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, rest, end, low - first, high, limit,
-                           scale_log2, TILES, BLOCK_N, DIM, True, True, 1)  # fmt: skip
+                           scale_log2, TILES, BLOCK_N, DIM, True, True, 1, PRECISION)  # fmt: skip
 
     if OWN:
         if split == SPLITS - 1:
@@ -309,15 +311,15 @@ def _paged_attention_dq_kernel(
             low = low - length
             if ONE_LOOP:
                 dq = _dq_tiles(dq, q, dout, lse, delta, k_own, v_own, batch, group, start, end, low, query + 1, tokens,
-                               scale_log2, 0, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
+                               scale_log2, 0, BLOCK_N, DIM, True, False, STAGES, PRECISION)  # fmt: skip
             else:
                 if LOWER:
                     dq = _dq_tiles(dq, q, dout, lse, delta, k_own, v_own, batch, group, start, middle, low, query + 1,
-                                   tokens, scale_log2, 0, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
+                                   tokens, scale_log2, 0, BLOCK_N, DIM, True, False, STAGES, PRECISION)  # fmt: skip
                 dq = _dq_tiles(dq, q, dout, lse, delta, k_own, v_own, batch, group, middle, rest, low, query + 1,
-                               tokens, scale_log2, 0, BLOCK_N, DIM, False, False, STAGES)  # fmt: skip
+                               tokens, scale_log2, 0, BLOCK_N, DIM, False, False, STAGES, PRECISION)  # fmt: skip
                 dq = _dq_tiles(dq, q, dout, lse, delta, k_own, v_own, batch, group, rest, end, low, query + 1, tokens,
-                               scale_log2, 0, BLOCK_N, DIM, True, False, 1)  # fmt: skip
+                               scale_log2, 0, BLOCK_N, DIM, True, False, 1, PRECISION)  # fmt: skip
 
     head = group * REPEAT + rows % REPEAT
     dims = tl.arange(0, DIM)

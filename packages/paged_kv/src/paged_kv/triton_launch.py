@@ -9,6 +9,7 @@ import contextlib
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -114,6 +115,7 @@ class Problem:
             "DOCUMENTS": geometry.documents is not None,
             "ONE_LOOP": self.narrow,
             "STAGES": tile.stages,
+            "PRECISION": tile.precision,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
@@ -153,7 +155,8 @@ def dq_launch(
     _paged_attention_dq_kernel[grid](
         *rows.descriptors(tile), *keys.own, *keys.pages, keys.slots, p.lengths, p.documents, rows.lse, rows.delta,
         rows.lse if carry is None else carry, parts,
-        p.tokens, rows.lse.shape[1], keys.columns, keys.first, p.window, p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
+        p.tokens, rows.lse.shape[1], keys.columns, keys.first, p.window,
+        p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
         CARRY=carry is not None, OWN=own, SPLITS=splits, **p.constants(tile),
     )  # fmt: skip
     if splits > 1:
@@ -197,7 +200,7 @@ def _disjoint(p: Problem, segment: Segment) -> bool:
     page = p.geometry.page_tokens
     pages = [min(-(-n // page) - segment.first_page, segment.slots.shape[1]) for n in p.geometry.lengths]
     runs = sorted((run, run + n) for run, n in zip(segment.grad_runs, pages) if n > 0)
-    return all(a[1] <= b[0] for a, b in zip(runs, runs[1:]))
+    return all(end <= start for (_, end), (start, _) in pairwise(runs))
 
 
 def _document_bounds(p: Problem, first: int, past_tiles: int, own_tiles: int, block: int) -> Tensor:

@@ -15,7 +15,8 @@ class Tile:
     """One kernel's launch shape.
 
     Units: rows and keys of the tile; stages: depth of the software pipeline; per_sm: programs that fit a multiprocessor
-    `ahead`: forward only, the next tile's scores are under way during a tile's softmax (twice the registers for them).
+    ahead: forward only, the next tile's scores are under way during a tile's softmax (twice the registers for them)
+    precision: how float32 products are computed; "tf32x3" is three tf32 products, about as exact as float32 itself
     """
 
     rows: int
@@ -24,6 +25,7 @@ class Tile:
     stages: int
     per_sm: int = 1
     ahead: bool = False
+    precision: str = "ieee"
 
 
 # (kernel, head dim rounded up to a power of two). "narrow" kernels serve windows of a few tiles: latency counts there.
@@ -34,15 +36,15 @@ _HOPPER = {
     ("fwd narrow", 64): Tile(128, 32, 4, 3, per_sm=3),
     ("fwd narrow", 128): Tile(128, 32, 4, 3, per_sm=2),
     ("fwd narrow", 256): Tile(64, 32, 4, 2),
-    ("dkdv", 64): Tile(64, 128, 4, 2, per_sm=2),
+    ("dkdv", 64): Tile(64, 128, 8, 2),
     ("dkdv", 128): Tile(64, 64, 4, 2, per_sm=2),
-    ("dkdv", 256): Tile(64, 64, 8, 1),
+    ("dkdv", 256): Tile(32, 64, 8, 2),
     ("dkdv narrow", 64): Tile(64, 64, 4, 2, per_sm=2),
     ("dkdv narrow", 128): Tile(64, 64, 4, 2, per_sm=2),
-    ("dkdv narrow", 256): Tile(64, 64, 8, 1),
+    ("dkdv narrow", 256): Tile(32, 64, 8, 2),
     ("dq", 64): Tile(128, 128, 8, 2),
     ("dq", 128): Tile(128, 128, 8, 2),
-    ("dq", 256): Tile(64, 64, 8, 2),
+    ("dq", 256): Tile(128, 32, 8, 2),
     ("dq narrow", 64): Tile(128, 32, 4, 3, per_sm=2),
     ("dq narrow", 128): Tile(128, 32, 8, 2),
     ("dq narrow", 256): Tile(64, 32, 8, 2),
@@ -59,24 +61,36 @@ _SMALL = {
     ("dq", 128): Tile(64, 32, 8, 1),
     ("dq", 256): Tile(32, 16, 8, 1),
 }
-# float32 has no matrix instruction of full precision; its products run on the ordinary units.
+# float32: three tf32 products on the matrix units. The backward holds both halves of its operands and spills.
 _FLOAT32 = {
-    ("fwd", 64): Tile(64, 32, 8, 1),
-    ("fwd", 128): Tile(64, 32, 8, 1),
-    ("fwd", 256): Tile(32, 16, 8, 1),
-    ("dkdv", 64): Tile(32, 32, 8, 1),
-    ("dkdv", 128): Tile(32, 32, 8, 1),
-    ("dkdv", 256): Tile(16, 16, 8, 1),
-    ("dq", 64): Tile(32, 32, 8, 1),
-    ("dq", 128): Tile(32, 32, 8, 1),
-    ("dq", 256): Tile(16, 16, 8, 1),
+    ("fwd", 64): Tile(128, 32, 8, 2, precision="tf32x3"),
+    ("fwd", 128): Tile(128, 32, 8, 2, precision="tf32x3"),
+    ("fwd", 256): Tile(64, 16, 8, 1, precision="tf32x3"),
+    ("dkdv", 64): Tile(32, 64, 8, 1, precision="tf32x3"),
+    ("dkdv", 128): Tile(16, 64, 8, 1, precision="tf32x3"),
+    ("dkdv", 256): Tile(16, 32, 8, 1, precision="tf32x3"),
+    ("dq", 64): Tile(64, 32, 4, 1, precision="tf32x3"),
+    ("dq", 128): Tile(64, 32, 4, 1, precision="tf32x3"),
+    ("dq", 256): Tile(32, 16, 8, 1, precision="tf32x3"),
+}
+_FLOAT32_SMALL = {
+    ("fwd", 64): Tile(64, 32, 8, 1, precision="tf32x3"),
+    ("fwd", 128): Tile(64, 16, 8, 1, precision="tf32x3"),
+    ("fwd", 256): Tile(16, 16, 8, 1, precision="tf32x3"),
+    ("dkdv", 64): Tile(16, 32, 8, 1, precision="tf32x3"),
+    ("dkdv", 128): Tile(16, 16, 4, 1, precision="tf32x3"),
+    ("dkdv", 256): Tile(16, 16, 8, 1, precision="tf32x3"),
+    ("dq", 64): Tile(32, 16, 4, 1, precision="tf32x3"),
+    ("dq", 128): Tile(16, 16, 4, 1, precision="tf32x3"),
+    ("dq", 256): Tile(16, 16, 8, 1, precision="tf32x3"),
 }
 
 
 def tile_for(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, int], *, narrow: bool = False) -> Tile:
     """The tile of one kernel ("fwd", "dkdv", "dq") for a padded head dim on a chip of that compute capability."""
+    large = capability[0] in (9, 10)
     if dtype == torch.float32:
-        return _FLOAT32[kernel, dim]
-    if capability[0] not in (9, 10):
+        return (_FLOAT32 if large else _FLOAT32_SMALL)[kernel, dim]
+    if not large:
         return _SMALL[kernel, dim]
     return _HOPPER[f"{kernel} narrow" if narrow else kernel, dim]
