@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,10 +136,14 @@ def test_a_model_of_ones_own_is_loaded(tmp_path):
         ({"device": "cuda:99"}, r"device: cuda:99 was asked for, but"),
         ({"data": "/absent/text"}, "data: there is no file or folder '/absent/text'"),
         ({"model": "./absent"}, "model: there is no folder 'absent'"),
+        ({"model": "absent"}, "model: there is no folder 'absent'"),
+        ({"model": "packages/absent"}, "model: there is no folder 'packages/absent'"),
+        ({"model": "README.md"}, "model: there is no folder 'README.md'"),
         ({"context": 100_000}, r"found [\d,]+ tokens in 1 files, need 100,000"),
     ],
 )
-def test_what_can_be_known_before_is_said_before(tmp_path, settings, complaint):
+def test_what_can_be_known_before_is_said_before(tmp_path, monkeypatch, settings, complaint):
+    monkeypatch.chdir(Path(__file__).parents[2])
     with pytest.raises(ValueError, match=complaint):
         prepare(config(tmp_path, **settings))
     assert not (tmp_path / "out" / "metrics.jsonl").exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from oomb.progress import StepRecord
 
@@ -18,6 +19,6 @@ def draw_loss(path: str | Path, records: Sequence[StepRecord], title: str) -> No
     axes = figure.add_subplot()
     axes.plot([r.step for r in records], [r.loss for r in records], marker="o", markersize=3, linewidth=1.5)
     axes.set(title=title, xlabel="step", ylabel="loss (nats a token)")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     figure.savefig(path, format="png")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -69,8 +70,10 @@ def prepare(config: TrainConfig) -> Job:
     windows = read_windows(config.data, tokenizer, config.context, seed=config.seed, steps=config.steps)
     torch.manual_seed(config.seed)
     dtype = torch.float32 if kind == "mixed" else getattr(torch, kind)
+    model: Any
     if model_config is None:
-        model: Any = tiny_model(config.context, config.seed).to(dtype)
+        model = tiny_model(config.context, config.seed)
+        model.to(dtype)
     else:
         model = _load("model", config.model, AutoModelForCausalLM.from_pretrained, dtype=dtype)
     return Job(config, model.to(device).train(), tokenizer, windows, device, kind == "mixed")
@@ -92,7 +95,7 @@ def fit(job: Job, report: Callable[[str], None] | None = None) -> list[StepRecor
         for step in range(1, steps + 1):
             began = time.perf_counter()
             bar.begin(step)
-            lr = schedule.get_last_lr()[0]
+            lr = float(schedule.get_last_lr()[0])
             loss, norm = _gradients(job, step, parameters, bar.chunk)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -165,12 +168,16 @@ def _check_output(output: Path) -> None:
 
 
 def _load(what: str, path: str, load: Callable[..., Any], **options: Any) -> Any:
-    """Call one of the library's loaders; say in one line what failed."""
+    """Call one of the library's loaders; say in one line what failed.
+
+    What is no folder here may be a name on the Hub, `owner/name`; anything else is not looked up, since that takes long.
+    """
     folder = Path(path).expanduser()
-    if not folder.exists() and (path[:1] in "./~" or path.count("/") > 1):
-        raise ValueError(f"model: there is no folder {str(folder)!r}")
+    may_be_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not folder.parent.exists()
+    if not folder.is_dir() and not may_be_name:
+        raise ValueError(f"model: there is no folder {str(folder)!r}; give one, `{TINY}`, or a Hub name like owner/name")
     try:
-        return load(str(folder) if folder.exists() else path, **options)
+        return load(str(folder) if folder.is_dir() else path, **options)
     except Exception as error:  # the libraries raise many kinds, and all mean the same here
         reason = " ".join(str(error).split())
         raise ValueError(f"model: cannot load a {what} from {path!r}: {reason[:300]}") from error

@@ -61,7 +61,8 @@ def sample(job: Job) -> str:
     Returns: the continuation, quoted
     """
     tokenizer = AutoTokenizer.from_pretrained(job.checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(job.checkpoint).to(job.device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(job.checkpoint)
+    model.to(job.device).eval()
     prompt = job.windows.step(0)[:, :PROMPT_TOKENS].to(job.device)
     torch.manual_seed(job.config.seed)
     with torch.inference_mode():
