@@ -28,7 +28,7 @@ class TrainConfig:
     Raises: ValueError when a value is not of its kind
     """
 
-    model: str = _setting(f"folder or Hub name of a Hugging Face causal model, or `{TINY}`: a small Qwen2 made on the spot")
+    model: str = _setting(f"folder or Hub name of a Hugging Face model, or `{TINY}`: a small Qwen2 made on the spot")
     data: str = _setting(f"text file, folder of text files, or `{STDLIB}`: the running Python's own library")
     context: int = _setting("tokens of one training sequence")
     output: str = _setting("folder for the checkpoint, the metrics and the loss curve", "runs/train")

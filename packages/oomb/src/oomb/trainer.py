@@ -170,12 +170,12 @@ def _check_output(output: Path) -> None:
 def _load(what: str, path: str, load: Callable[..., Any], **options: Any) -> Any:
     """Call one of the library's loaders; say in one line what failed.
 
-    What is no folder here may be a name on the Hub, `owner/name`; anything else is not looked up, since that takes long.
+    What is no folder here may be a name on the Hub, `owner/name`; nothing else is looked up, since that takes long.
     """
     folder = Path(path).expanduser()
     may_be_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not folder.parent.exists()
     if not folder.is_dir() and not may_be_name:
-        raise ValueError(f"model: there is no folder {str(folder)!r}; give one, `{TINY}`, or a Hub name like owner/name")
+        raise ValueError(f"model: there is no folder {str(folder)!r}; give one, a Hub name `owner/name`, or `{TINY}`")
     try:
         return load(str(folder) if folder.is_dir() else path, **options)
     except Exception as error:  # the libraries raise many kinds, and all mean the same here
