@@ -133,7 +133,7 @@ def test_rope_types(rope):
     assert max(gradient_errors(grads, gradients(model))) <= 1e-10
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=80)
 @given(data=st.data())
 def test_anything_goes_together(data):
     """Shapes, cuts, pages, windows, labels, documents, budgets and kept outputs, drawn at random."""

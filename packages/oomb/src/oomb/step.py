@@ -69,6 +69,7 @@ class PassContext:
             self.past.append(layer, k.detach(), v.detach())
         else:
             self.past.compare(layer, k)
+        selected = self._selected(layer, facts.window, q, k)
         if self.skip_tail and self.phase == "fill" and self.calls.total() == len(self.profile.layers):
             raise _TailSkipped
         return paged_attention(
@@ -82,7 +83,7 @@ class PassContext:
             sinks=sinks,
             documents=self.documents,
             first_token=self.first_token,
-            selected=self._selected(layer, facts.window, q, k),
+            selected=selected,
             kept=self._kept(),
             backend=self.config.backend,
             accumulate=self.config.accumulate,

@@ -1,0 +1,107 @@
+"""Sparse attention through the whole trainer: what is attended to depends on the sequence and the budget, on nothing
+else.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.dense import dense_loss
+from tests.models import build, configs
+from tests.numerics import gradient_errors, gradients, relative
+from tests.oomb.test_exact import tokens
+
+from oomb import ChunkConfig, chunked_backward, chunked_loss
+
+NAMES = ["qwen2", "qwen2_window", "gpt_oss", "qwen3_moe"]
+
+
+def sparse(chunk: int, *, page: int = 4, top_k: int = 1, recent: int = 1, sinks: int = 1, **more) -> ChunkConfig:
+    return ChunkConfig(
+        chunk_tokens=chunk,
+        page_tokens=page,
+        attention="sparse",
+        top_k_pages=top_k,
+        recent_pages=recent,
+        sink_pages=sinks,
+        **more,
+    )
+
+
+def step(model, ids, config, entry=chunked_loss, **arguments):
+    loss = entry(model, ids, config=config, **arguments)
+    if loss.requires_grad:
+        loss.backward()
+    return loss.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("entry", [chunked_loss, chunked_backward])
+def test_loss_and_gradient_do_not_depend_on_the_chunk(name, entry):
+    model, ids = build(configs()[name]), tokens(2, 43)
+    loss, reference = step(model, ids, sparse(64))
+    for chunk in (4, 8, 20):
+        other, grads = step(model, ids, sparse(chunk), entry)
+        assert relative(other, loss) <= 1e-10
+        assert max(gradient_errors(grads, reference)) <= 1e-10
+    _, dense = step(model, ids, ChunkConfig(chunk_tokens=8, page_tokens=4))
+    assert gradient_errors(dense, reference)[0] > 1e-3, "nothing was left out"
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    name=st.sampled_from(NAMES),
+    length=st.integers(2, 40),
+    page=st.sampled_from([1, 2, 4]),
+    parts=st.sampled_from([(40, 1, 0), (0, 40, 0), (0, 1, 40), (14, 14, 14)]),
+    per_head=st.booleans(),
+    padded=st.booleans(),
+)
+def test_a_budget_that_covers_everything_is_dense(name, length, page, parts, per_head, padded):
+    model, ids = build(configs()[name]), tokens(2, length)
+    mask = (torch.arange(length) < torch.tensor([length, max(length // 2, 2)])[:, None]).long() if padded else None
+    top_k, recent, sinks = parts
+    config = sparse(8 * page, page=page, top_k=top_k, recent=recent, sinks=sinks, select_per_head=per_head)
+    loss, grads = step(model, ids, config, attention_mask=mask)
+    expected = dense_loss(model, ids, attention_mask=mask)
+    expected.backward()
+    assert relative(loss, expected) <= 1e-12
+    assert max(gradient_errors(grads, gradients(model))) <= 1e-10
+
+
+def test_gradient_against_finite_differences():
+    """The selection is held, so the gradient is that of the loss wherever the selection does not change."""
+    model, ids = build(configs()["qwen3"]), tokens(1, 43)
+    config = sparse(8)
+    _, grads = step(model, ids, config)
+    name, p = next((n, p) for n, p in model.named_parameters() if "layers.0.self_attn.v_proj" in n)
+    direction = torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype)
+    with torch.no_grad():
+        p += 1e-4 * direction
+        up = float(chunked_loss(model, ids, config=config))
+        p -= 2e-4 * direction
+        down = float(chunked_loss(model, ids, config=config))
+    assert (up - down) / 2e-4 == pytest.approx(float((grads[name] * direction).sum()), rel=1e-3)
+
+
+@pytest.mark.parametrize("change", [{"gpu_kv_budget_bytes": 0, "segment_tokens": 8}, {"keep_outputs_bytes": 10**9}])
+def test_where_pages_live_and_what_is_kept_changes_nothing(change):
+    model, ids = build(configs()["gpt_oss"]), tokens(2, 43)
+    _, reference = step(model, ids, sparse(8))
+    _, grads = step(model, ids, sparse(8, **change))
+    assert max(gradient_errors(grads, reference)) <= 1e-12
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    _, grads = step(model, ids, sparse(8, **change))
+    assert max(gradient_errors(grads, reference)) <= 1e-10
+
+
+def test_the_first_sparse_layer_leaves_those_before_it_dense():
+    model, ids = build(configs()["qwen2"]), tokens(1, 43)
+    _, dense = step(model, ids, ChunkConfig(chunk_tokens=8, page_tokens=4))
+    _, all_dense = step(model, ids, sparse(8, first_sparse_layer=3))
+    assert max(gradient_errors(all_dense, dense)) <= 1e-12
+    _, one_dense = step(model, ids, sparse(8, first_sparse_layer=1))
+    _, none_dense = step(model, ids, sparse(8))
+    assert gradient_errors(one_dense, none_dense)[0] > 1e-4
