@@ -4,8 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed
 
-# Threads that wait should sleep: spinning ones take the cores from whoever they wait for (24 times the time, measured with
-# other work on the same two cores).
+# Threads that wait should sleep: spinning ones take the cores from whoever they wait for (15 times the time for one step,
+# measured with other work on the same two cores).
 export OMP_WAIT_POLICY ?= passive
 
 .PHONY: help demo test lint format types clean

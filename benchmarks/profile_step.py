@@ -1,4 +1,4 @@
-"""Where the time of one chunked step goes on the GPU: kernels by total time, and the share of the step the GPU was busy.
+"""Where the time of one chunked step goes on the GPU: kernels by total time, and how long the GPU was busy.
 
 python3 benchmarks/profile_step.py --system "ours 8192" --tokens 32768
 """

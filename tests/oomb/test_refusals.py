@@ -267,3 +267,11 @@ def test_keys_and_values_must_not_surprise():
     model.set_attn_implementation("oomb")
     with pytest.raises(ValueError, match="outside a chunked step"):
         model(input_ids=tokens(1, 5))
+
+
+def test_weights_that_are_not_finite_are_named():
+    model = build(configs()["qwen2"])
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="NaN or inf"):
+        chunked_loss(model, tokens(1, 12), config=CONFIG)

@@ -185,22 +185,27 @@ def probe(parts: Parts, length: int) -> Profile:
         chunks = -(-PROBE_TOKENS // PROBE_CHUNK)
         head_logits = Head(parts, output_type)(own.flatten(0, 1))
     _check_calls(parts, context, chunks)
+    if not bool(torch.isfinite(own).all()):
+        raise ValueError(
+            f"{type(parts.causal).__name__}: its hidden states are not finite; do its weights hold NaN or inf?"
+        )
+    kind = _precision(own)
     noise = _distance(whole, own)
     name = type(parts.causal).__name__
-    if not noise <= NOISE.get(own.dtype, 0.1):
+    if not noise <= NOISE[kind]:
         raise Unsupported(
             f"{name}: on {PROBE_TOKENS} tokens our attention differs from the model's own by {noise:.1e} "
             f"(relative); it does "
             "something to attention that the library's attention interface does not tell"
         )
     state = _distance(chunked, whole)
-    if not state <= max(STATE.get(own.dtype, 0.1), 3 * noise if own.dtype.itemsize == 2 else 0):
+    if not state <= max(STATE[kind], 3 * noise if kind.itemsize == 2 else 0):
         raise Unsupported(
             f"{name}: a short sequence run in chunks differs from the whole by {state:.1e} (relative): the "
             f"model carries state "
             "between tokens besides keys and values (a convolution, a recurrence), or counts positions in another way"
         )
-    if not _distance(head_logits, logits.flatten(0, 1)) <= NOISE.get(logits.dtype, 0.1):
+    if not _distance(head_logits, logits.flatten(0, 1)) <= NOISE[kind]:
         raise Unsupported(f"{name}: its logits depend on more than the decoder's last hidden state")
     return Profile(context.facts, output_type, router_of(parts.causal))
 
@@ -271,6 +276,12 @@ def _check_calls(parts: Parts, context: _Probe, chunks: int) -> None:
             raise Unsupported(
                 f"{name}: layer {layer} calls attention {calls / chunks:g} times in a forward, expected once"
             )
+
+
+def _precision(hidden: Tensor) -> torch.dtype:
+    """The narrowest precision the hidden states went through: the residual stream stays wide under autocast."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

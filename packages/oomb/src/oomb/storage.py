@@ -97,9 +97,9 @@ def divide(
     host_bytes = host_pages * page_bytes + (256 * tensors if host_pages else 0)  # each tensor starts on a 256-byte line
     if host_budget is not None and host_bytes > host_budget:
         raise HostOutOfMemory(
-            f"the past needs {pages} pages of {page_bytes:,} bytes: {fits} fit gpu_kv_budget_bytes={device_budget:,}, the "
-            f"other {host_pages} need {host_bytes:,} bytes of host memory, but host_budget_bytes is {host_budget:,}; raise "
-            "either budget or shorten the context",
+            f"the past needs {pages} pages of {page_bytes:,} bytes: {fits} fit gpu_kv_budget_bytes={device_budget:,}, "
+            f"the other {host_pages} need {host_bytes:,} bytes of host memory, but host_budget_bytes is {host_budget:,}; "
+            "raise either budget or shorten the context",
             requested=host_bytes,
             free=host_budget,
             largest=host_budget,
@@ -114,6 +114,8 @@ class TieredPast:
     Units:  bounds in tokens, segments in tokens
     Source: docs/dataflow.md; oracle: `paged_kv.PagedKV`
     """
+
+    contiguous = True  # every segment has runs: backends that need consecutive pages may be chosen
 
     def __init__(
         self,
