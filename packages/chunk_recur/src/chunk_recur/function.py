@@ -85,7 +85,7 @@ def chunk_recurrent_backward(
                 "enable grad, or use a step that computes its loss in phase 'fill'"
             )
         return engine.filled.value(device)
-    grads = engine.walk(scale.detach() if isinstance(scale, Tensor) else scale)
+    grads = engine.walk(scale)
     reached = [(tensor, grad) for tensor, grad in zip(inputs, grads) if grad is not None]
     if reached:
         torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])

@@ -98,7 +98,7 @@ def divide(
     if host_budget is not None and host_bytes > host_budget:
         raise HostOutOfMemory(
             f"the past needs {pages} pages of {page_bytes:,} bytes: {fits} fit gpu_kv_budget_bytes={device_budget:,}, "
-            f"the other {host_pages} need {host_bytes:,} bytes of host memory, but host_budget_bytes is {host_budget:,}; "
+            f"the other {host_pages} need {host_bytes:,} bytes of host memory, but host_budget_bytes={host_budget:,}; "
             "raise either budget or shorten the context",
             requested=host_bytes,
             free=host_budget,

@@ -28,6 +28,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Iterable[Segment], geomet
     Returns: out [B, C, H, D] in q's dtype and lse [B, H, C] float32; out 0 and lse -inf where nothing is seen
     Raises: ValueError for a device, dtype, head dim, page size or option that is not supported
     """
+    _check_call(q, geometry)
     p = Problem.of(q, k, v, geometry)
     out = torch.empty_like(p.q)
     lse = torch.empty(p.batch, q.shape[2], p.tokens, device=q.device, dtype=torch.float32)
@@ -57,6 +58,7 @@ def backward(
     Returns: dq in q's dtype; dk and dv of the own block in float32
     Raises: ValueError as forward, and for gradient pages that the accumulation mode cannot add to
     """
+    _check_call(q, geometry)
     p = Problem.of(q, k, v, geometry)
     rows = Rows.prepare(p, dout, out, lse)
     dq = torch.empty_like(p.q)
@@ -74,7 +76,7 @@ def backward(
     return dq, dk, dv
 
 
-def _check_call(q: Tensor, k: Tensor, geometry: Geometry) -> None:
+def _check_call(q: Tensor, geometry: Geometry) -> None:
     problem = None
     if not q.is_cuda and not INTERPRETED:
         problem = f"expected CUDA tensors, got {q.device}"

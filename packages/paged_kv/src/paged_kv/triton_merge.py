@@ -85,7 +85,8 @@ def _add_to_pages_kernel(
     slot = tl.load(slots_ptr + page)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source = page.to(tl.int64) * PAGE * WIDTH + lane
-    mask = (lane < PAGE * WIDTH) & (source < tokens.to(tl.int64) * WIDTH) & (slot >= 0)
+    end = tl.where(slot < 0, 0, tokens.to(tl.int64) * WIDTH)
+    mask = (lane < PAGE * WIDTH) & (source < end)
     target = slot.to(tl.int64) * PAGE * WIDTH + lane
     dk = tl.load(dk_pages_ptr + target, mask=mask, other=0.0).to(tl.float32)
     dk += tl.load(dk_ptr + source, mask=mask, other=0.0).to(tl.float32)
