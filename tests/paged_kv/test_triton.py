@@ -1,0 +1,320 @@
+"""The Triton backend in the interpreter, against dense attention in float64. Races and bfloat16: test_cuda.py."""
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tests.paged_kv.backend_case import Case
+from tests.paged_kv.oracle import Problem, SplitPast, poisoned, pool_for
+from tests.paged_kv.test_reference import Largest, expected, walk, weight_for
+
+from paged_kv import PagedKV, paged_attention, triton_attention, triton_launch, triton_merge
+from paged_kv.past import Geometry
+from paged_kv.triton_tiles import Tile, tile_for
+
+pytestmark = pytest.mark.skipif(not triton_launch.INTERPRETED, reason="kernels are compiled in this process")
+
+# Small tiles, so that small problems have edges, middles and several waves.
+TILES = {
+    "plain": {"fwd": Tile(32, 32, 4, 2), "dkdv": Tile(32, 16, 4, 2), "dq": Tile(16, 32, 4, 2)},
+    "ahead": {"fwd": Tile(16, 16, 4, 2, ahead=True), "dkdv": Tile(16, 64, 4, 2), "dq": Tile(64, 16, 4, 2)},
+    "split": {  # so many programs at once that keys and rows are shared out
+        "fwd": Tile(64, 16, 4, 2, per_sm=60, ahead=True),
+        "dkdv": Tile(64, 32, 4, 2, per_sm=60),
+        "dq": Tile(64, 32, 4, 2, per_sm=60),
+    },
+}
+
+
+def with_tiles(name):
+    return mock.patch.object(triton_launch, "tile_for", lambda kernel, *a, **k: TILES[name][kernel])
+
+
+@st.composite
+def cases(draw):
+    batch = draw(st.integers(1, 2))
+    groups = draw(st.integers(1, 2))
+    return Case(
+        batch=batch,
+        tokens=draw(st.sampled_from([1, 7, 16, 33])),
+        heads=groups * draw(st.sampled_from([1, 2, 3])),
+        groups=groups,
+        page=draw(st.sampled_from([64, 128])),
+        lengths=tuple(draw(st.lists(st.sampled_from([0, 1, 64, 100, 129, 200]), min_size=batch, max_size=batch))),
+        window=draw(st.none() | st.sampled_from([1, 5, 40, 140, 300])),
+        documents=draw(st.sampled_from([None, "some"])),
+        scale=draw(st.sampled_from([0.15, 0.0, -0.2])),
+        split=draw(st.none() | st.just(1)),
+        shuffle=draw(st.booleans()),
+        dtype=draw(st.sampled_from([torch.float32, torch.float16])),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+@settings(max_examples=10, deadline=None)
+@given(cases(), st.sampled_from(sorted(TILES)), st.sampled_from(["owner", "atomic"]))
+@example(Case(lengths=(300,), tokens=9), "split", "owner")
+@example(Case(lengths=(130,), window=300, tokens=40), "ahead", "owner")
+@example(Case(lengths=(200, 70), batch=2, documents="some", window=60), "plain", "owner")
+def test_equals_dense_attention(case, tiles, accumulate):
+    with with_tiles(tiles), poisoned():
+        ours = case.run(triton_attention, accumulate=accumulate)
+    case.check(ours)
+
+
+@pytest.mark.parametrize("dim", triton_attention.HEAD_DIMS)
+def test_every_head_dim(dim):
+    """80, 96 and 192 are padded inside: the padding must not read the next head."""
+    case = Case(dim=dim, heads=7, groups=1, tokens=5, lengths=(70,), dtype=torch.float16, scale=dim**-0.5)
+    case.check(case.run(triton_attention))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_tiles_of_the_table(window):
+    case = Case(tokens=30, heads=14, groups=2, lengths=(260,), page=128, window=window, dtype=torch.float16)
+    case.check(case.run(triton_attention))
+
+
+def test_sequences_that_share_a_page_are_both_counted():
+    case = Case(batch=2, lengths=(64, 64), tokens=8)
+    case.table[1] = case.table[0]
+    case.pages_k[case.table[0, 0]] = case.past_k[0]
+    case.past_k[1], case.past_v[1] = case.past_k[0], case.past_v[0]
+    case.pages_v[case.table[0, 0]] = case.past_v[0]
+    grads = case.run(triton_attention)[5:]
+    slot = int(case.table[0, 0])
+    true = case.dense()
+    for pages, past in zip(grads, true[5:]):
+        added = (pages - case.earlier)[slot].double()
+        assert torch.allclose(added, past[:64] + past[64:], atol=1e-5)
+
+
+def test_launches_know_whether_sequences_may_share_a_page():
+    case = Case(batch=2, lengths=(100, 70), shuffle=False)
+    grads = (case.earlier, case.earlier)
+    problem = triton_launch.Problem.of(case.q, case.k, case.v, case.geometry)
+    (segment,) = case.segments(grads)
+    assert triton_launch._disjoint(problem, segment)
+    case.runs = (0, 1)
+    (segment,) = case.segments(grads)
+    assert not triton_launch._disjoint(problem, segment)
+    case.runs = None
+    (segment,) = case.segments(grads)
+    assert not triton_launch._disjoint(problem, segment)
+
+
+def test_pages_before_the_first_one_are_not_read():
+    case = Case(lengths=(200,), window=30, tokens=20)
+    whole = case.run(triton_attention)
+    case.pages_k[case.table[0, :2]] = torch.nan
+    case.pages_v[case.table[0, :2]] = torch.nan
+    from_second = case.run(triton_attention, first_page=2)
+    for a, b in zip(whole, from_second):
+        assert torch.equal(a, b)
+
+
+def test_a_page_that_is_not_there_counts_for_nothing():
+    case = Case(lengths=(200,), tokens=20)
+    hole = int(case.table[0, 1])
+    case.table[0, 1] = -1
+    out, lse, dq, dk, dv, past_dk, past_dv = case.run(triton_attention)
+    assert torch.equal(past_dk[hole], case.earlier[hole]) and torch.equal(past_dv[hole], case.earlier[hole])
+    keep = torch.ones(220, dtype=torch.bool)
+    keep[64:128] = False
+    keys, values = (torch.cat((a[0], b[0])).double() for a, b in ((case.past_k, case.k), (case.past_v, case.v)))
+    scores = torch.einsum("ihd,jhd->hij", case.q[0].double(), keys.repeat_interleave(2, 1)) * case.scale
+    seen = (torch.arange(220)[None] <= 200 + torch.arange(20)[:, None]) & keep
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    true = torch.einsum("hij,jhd->ihd", weights, values.repeat_interleave(2, 1))
+    assert (out[0].double() - true).abs().max() < 1e-5
+    assert all(x.isfinite().all() for x in (lse, dq, dk, dv))
+
+
+# through the public call
+
+
+@pytest.mark.parametrize("split", [None, 1])
+def test_a_walk_through_the_public_call(split):
+    make = torch.Generator().manual_seed(1)
+
+    def random(*shape):
+        return torch.randn(shape, generator=make, dtype=torch.float64).float()
+
+    problem = Problem(
+        q=random(2, 90, 6, 64), k=random(2, 90, 2, 64), v=random(2, 90, 2, 64), lengths=(90, 70), page=64, scale=0.1,
+        window=50, sinks=random(6),
+    )  # fmt: skip
+    exact = Problem(**(vars(problem) | {n: getattr(problem, n).double() for n in ("q", "k", "v", "sinks")}))
+    for p in (problem, exact):
+        for x in p.leaves:
+            x.requires_grad_()
+    weight = weight_for(problem)
+    kv = PagedKV(pool_for(problem, shuffle=3), 2)
+    past_of = (lambda kv: SplitPast(kv, split)) if split else (lambda kv: kv)
+    out, grads = walk(problem, [(40, 40), (33, 0), (17, 30)], past_of, kv, weight.float(), backend="triton")
+    true = expected(exact, weight)
+    for a, b in zip((out, *grads), (true[0], *true[1])):
+        assert float((a.double() - b).norm() / b.norm()) < 2e-6
+
+
+def test_nothing_of_the_size_of_the_past_is_allocated():
+    """The host side alone: the interpreter copies every argument. test_cuda.py measures the real peak."""
+    case = Case(lengths=(60000,), tokens=1, heads=1, groups=1, dtype=torch.float16)
+    grads = (case.earlier.clone(), case.earlier.clone())
+    kernels = [name for name in vars(triton_launch) if name.endswith("_kernel")]
+    assert len(kernels) == 4
+    with mock.patch.multiple(triton_launch, **{name: mock.MagicMock() for name in kernels}), Largest() as largest:
+        out, lse = triton_attention.forward(case.q, case.k, case.v, case.segments(), case.geometry)
+        triton_attention.backward(
+            case.dout, case.q, case.k, case.v, out, lse, case.segments(grads), case.geometry,
+            past_grad=True, accumulate="owner",
+        )  # fmt: skip
+    assert largest.numel < case.pages_k.numel() // 64
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        ({"dtype": torch.float64}, "float64"),
+        ({"dtype": torch.bfloat16}, "interpreter"),
+        ({"dim": 32}, "head dim in .*got 32"),
+        ({"dim": 112}, "head dim in .*got 112"),
+        ({"page": 32}, "pages of 64 or 128 tokens, got 32"),
+    ],
+)
+def test_what_is_not_supported_is_refused_before_anything_runs(change, match):
+    case = Case(**({"grad_dtype": torch.float32} | change))
+    with pytest.raises(ValueError, match=match):
+        triton_attention.forward(case.q, case.k, case.v, case.segments(), case.geometry)
+    grads = (case.earlier.clone(), case.earlier.clone())
+    lse = torch.zeros(1, case.heads, case.tokens)
+    with pytest.raises(ValueError, match=match):
+        triton_attention.backward(
+            case.dout, case.q, case.k, case.v, case.q, lse, case.segments(grads), case.geometry,
+            past_grad=True, accumulate="owner",
+        )  # fmt: skip
+    assert all(torch.equal(x, case.earlier) for x in grads)
+
+
+def test_selected_pages_are_left_to_the_reference():
+    case = Case()
+    geometry = Geometry(0.1, case.lengths, case.page, selected=torch.zeros(1, 1, 2, 1, dtype=torch.int32))
+    with pytest.raises(ValueError, match='selected pages are not supported; use backend="reference"'):
+        triton_attention.forward(case.q, case.k, case.v, case.segments(), geometry)
+
+
+def test_pages_in_an_unusual_layout_are_refused():
+    case = Case()
+    case.pages_k = case.pages_k.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match="contiguous pages"):
+        case.run(triton_attention)
+
+
+def test_atomic_additions_need_float32_pages():
+    case = Case(grad_dtype=torch.float16)
+    with pytest.raises(ValueError, match="float32 gradient pages"):
+        case.run(triton_attention, accumulate="atomic")
+    case.check(case.run(triton_attention))
+
+
+@pytest.mark.parametrize("which", ["gap", "end"])
+def test_a_past_with_pages_missing_is_noticed(which):
+    case = Case(lengths=(300,), split=1)
+    segments = list(case.segments())
+    del segments[2 if which == "gap" else -1]
+    with pytest.raises(RuntimeError, match="page"):
+        triton_attention.forward(case.q, case.k, case.v, iter(segments), case.geometry)
+
+
+# parts
+
+
+def test_without_past_gradients_only_own_and_query_gradients_are_computed():
+    case = Case(lengths=(100,))
+    full = case.run(triton_attention)
+    out, lse = full[:2]
+    part = triton_attention.backward(
+        case.dout, case.q, case.k, case.v, out, lse, case.segments(), case.geometry, past_grad=False, accumulate="owner"
+    )
+    for a, b in zip(full[2:5], part):
+        assert torch.equal(a, b)
+
+
+def test_inputs_in_any_layout():
+    case = Case()
+    plain = case.run(triton_attention)
+    for name in ("q", "k", "v", "dout"):
+        x = getattr(case, name)
+        setattr(case, name, x.transpose(1, 2).contiguous().transpose(1, 2))
+    for a, b in zip(plain, case.run(triton_attention)):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("programs, steps", [(896, 512), (448, 512), (224, 512), (4, 512), (1, 3), (5000, 100)])
+def test_splits_fill_the_last_wave_and_stop_there(programs, steps):
+    """Modelled time with the chosen splits: never worse than without, and near the ideal where work is large."""
+    case = Case(tokens=programs * 128, heads=1, groups=1, lengths=(steps * 128,), page=128)
+    problem = triton_launch.Problem.of(case.q, case.k, case.v, case.geometry)
+    keys = mock.Mock(limit=steps * 128)
+    with mock.patch.object(triton_launch.Problem, "slots", lambda self, tile: 132):
+        splits = triton_launch._splits(problem, Tile(128, 128, 8, 3), keys)
+    assert 1 <= splits <= 32
+    ideal = max(programs * steps / 132, steps / 32)
+    waves = -(-programs * splits // 132)
+    assert waves * steps / splits <= 1.12 * ideal + 12
+
+
+def test_merging_two_and_many_parts():
+    make = torch.Generator().manual_seed(2)
+    parts = torch.randn(5, 2, 7, 3, 80, generator=make)
+    lse = torch.randn(5, 2, 3, 7, generator=make) * 5
+    lse[:, 0, 1, 2] = -torch.inf
+    lse[1:, 1, 2, 3] = -torch.inf
+    parts[1:, 1, 3, 2] = 7.0  # weight zero
+    weights = (lse - lse.logsumexp(0)).exp().nan_to_num(0.0).permute(0, 1, 3, 2)[..., None]
+    true = (weights * parts).sum(0)
+    out, total = torch.full_like(parts[0], torch.nan), torch.full_like(lse[0], torch.nan)
+    triton_merge.merge_parts(parts, lse, out, total)
+    assert torch.allclose(out, true, atol=1e-6) and torch.allclose(total, lse.logsumexp(0), atol=1e-6)
+    a, a_lse = parts[0].clone(), lse[0].clone()
+    for part, part_lse in zip(parts[1:], lse[1:]):
+        triton_merge.merge_two(a, a_lse, part, part_lse, a, a_lse)
+    assert torch.allclose(a, true, atol=1e-6) and torch.allclose(a_lse, lse.logsumexp(0), atol=1e-6)
+
+
+def test_adding_to_pages_stops_where_the_tokens_do():
+    make = torch.Generator().manual_seed(3)
+    dk, dv = (torch.randn(100, 2, 80, generator=make) for _ in range(2))
+    pages = [torch.ones(4, 64, 2, 80) for _ in range(2)]
+    triton_merge.add_to_pages(dk, dv, torch.tensor([3, 1], dtype=torch.int32), *pages)
+    for grad, page in zip((dk, dv), pages):
+        true = torch.ones(4, 64, 2, 80)
+        true[3] += grad[:64]
+        true[1, :36] += grad[64:]
+        assert torch.equal(page, true)
+
+
+def test_the_table_has_a_tile_for_everything():
+    for kernel in ("fwd", "dkdv", "dq"):
+        for dim in (64, 128, 256):
+            for dtype in triton_attention.DTYPES:
+                for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+                    for narrow in (False, True):
+                        tile = tile_for(kernel, dim, dtype, capability, narrow=narrow)
+                        assert 128 % tile.rows == 0  # LSE and delta are padded to 128 rows
+
+
+def test_the_public_call_reaches_the_backend():
+    case = Case(lengths=(0,))
+    pool = pool_for(Problem(case.q, case.k, case.v, (case.tokens,), 64, 0.1))
+    kv = PagedKV(pool, 1)
+    kv.extend(case.tokens)
+    with mock.patch.object(triton_attention, "forward", wraps=triton_attention.forward) as forward:
+        out = paged_attention(case.q, case.k, case.v, kv, 0, scale=case.scale, backend="triton")
+    assert forward.call_count == 1
+    assert torch.equal(out, case.run(triton_attention)[0])
