@@ -255,18 +255,14 @@ def test_inputs_in_any_layout():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("programs, steps", [(896, 512), (448, 512), (224, 512), (4, 512), (1, 3), (5000, 100)])
-def test_splits_fill_the_last_wave_and_stop_there(programs, steps):
-    """Modelled time with the chosen splits: never worse than without, and near the ideal where work is large."""
-    case = Case(tokens=programs * 128, heads=1, groups=1, lengths=(steps * 128,), page=128)
+@pytest.mark.parametrize("tokens, best", [(4096, 1), (2048, 2), (1024, 4), (1, 33)])
+def test_splits_fill_the_last_wave_and_stop_there(tokens, best):
+    """On 132 multiprocessors, 28 heads over 64K keys: near the time of evenly spread work, within the memory bound."""
+    case = Case(tokens=tokens, heads=28, groups=4, dim=128, lengths=(0,), page=128)
     problem = triton_launch.Problem.of(case.q, case.k, case.v, case.geometry)
-    keys = mock.Mock(limit=steps * 128)
     with mock.patch.object(triton_launch.Problem, "slots", lambda self, tile: 132):
-        splits = triton_launch._splits(problem, Tile(128, 128, 8, 3), keys)
-    assert 1 <= splits <= 32
-    ideal = max(programs * steps / 132, steps / 32)
-    waves = -(-programs * splits // 132)
-    assert waves * steps / splits <= 1.12 * ideal + 12
+        splits = triton_launch._splits(problem, Tile(128, 128, 8, 3), mock.Mock(limit=65536))
+    assert splits == min(best, 32) and splits * problem.q.numel() * 4 <= max(2**26, problem.q.numel() * 4)
 
 
 def test_merging_two_and_many_parts():

@@ -118,7 +118,7 @@ def _runs(segments: Iterable[Segment], geometry: Geometry) -> Iterator[_Run]:
             if tokens <= 0:
                 continue
             pages = -(-tokens // page)
-            count = -(-tokens // RUN_TOKENS)
+            count = min(pages, -(-tokens // RUN_TOKENS))
             for part in range(count):
                 start, end = pages * part // count, pages * (part + 1) // count
                 rows = slice((first_slot + start) * page, first_slot * page + min(end * page, tokens))

@@ -92,11 +92,11 @@ def _put_rows(ptr, offsets, mask, value, ADD: tl.constexpr, ATOMIC: tl.constexpr
 
 @triton.jit
 def _key_tile(
-    k_desc, v_desc, slot, row, place, count, length, batch, group, split, q_rows, dout_rows, documents_ptr, bound_ptr,
-    lse_ptr, delta_ptr, dk_ptr, dv_ptr, token, tokens, padded, window, scale, scale_log2,
+    k_desc, v_desc, slot, row, place, count, length, batch, group, share, splits, q_rows, dout_rows, documents_ptr,
+    bound_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, token, tokens, padded, window, scale, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ONE_LOOP: tl.constexpr, PAST: tl.constexpr,
-    ATOMIC: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    ATOMIC: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of keys, which stand at `place` relative to the chunk's first token (negative: past).
 
@@ -140,19 +140,19 @@ def _key_tile(
     else:
         from_tile = middle
         to_tile = rest
-        if SPLITS > 1:
-            from_tile = middle + (rest - middle) * split // SPLITS
-            to_tile = middle + (rest - middle) * (split + 1) // SPLITS
+        if ATOMIC:
+            from_tile = middle + (rest - middle) * share // splits
+            to_tile = middle + (rest - middle) * (share + 1) // splits
         dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, block, from_tile, to_tile, low, high, key,
                              documents, tokens, scale_log2, REPEAT, BLOCK_M, DIM, DOCUMENTS, False, STAGES,
                              PRECISION)  # fmt: skip
         if not PAST:
-            if split == 0:
+            if not ATOMIC or share == 0:
                 dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, block, start, middle, low, high, key,
                                      documents, tokens, scale_log2, REPEAT, BLOCK_M, DIM, DOCUMENTS, True,
                                      1, PRECISION)  # fmt: skip
         if WINDOW or DOCUMENTS:
-            if split == SPLITS - 1:
+            if not ATOMIC or share == splits - 1:
                 dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, block, rest, end, low, high, key,
                                      documents, tokens, scale_log2, REPEAT, BLOCK_M, DIM, DOCUMENTS, True,
                                      STAGES, PRECISION)  # fmt: skip
@@ -170,27 +170,30 @@ def _key_tile(
 
 @triton.jit(
     do_not_specialize=[
-        "batch_first", "tokens", "padded", "columns", "first", "window", "past_tiles", "bound_tiles",
+        "batch_first", "tokens", "padded", "columns", "first", "window", "past_tiles", "bound_tiles", "splits",
     ]
 )  # fmt: skip
 def _paged_attention_dkdv_kernel(
     q_rows, dout_rows, k_own, v_own, k_pages, v_pages, slots_ptr, grad_slots_ptr, lengths_ptr, documents_ptr,
     bounds_ptr, lse_ptr, delta_ptr, dk_pages_ptr, dv_pages_ptr, dk_own_ptr, dv_own_ptr,
-    batch_first, tokens, padded, columns, first, window, past_tiles, bound_tiles, scale, scale_log2,
+    batch_first, tokens, padded, columns, first, window, past_tiles, bound_tiles, splits, scale, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    ONE_LOOP: tl.constexpr, PAST: tl.constexpr, OWN: tl.constexpr, ATOMIC: tl.constexpr, SPLITS: tl.constexpr,
+    ONE_LOOP: tl.constexpr, PAST: tl.constexpr, OWN: tl.constexpr, ATOMIC: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (key tiles of the past, then of the own block, G, sequences from `batch_first` on * SPLITS).
+    """Grid: (key tiles of the past, then of the own block, G, sequences from `batch_first` on * splits).
 
     bounds [B, past_tiles + own tiles, 2] (DOCUMENTS only): queries before bounds[..., 0] see every key of the tile,
-    as far as documents say, and queries from bounds[..., 1] on see none. ATOMIC: SPLITS programs share a tile's rows.
+    as far as documents say, and queries from bounds[..., 1] on see none. ATOMIC: `splits` programs share a tile's rows.
     """
     tile = tl.program_id(0)
     group = tl.program_id(1)
-    batch = batch_first + tl.program_id(2) // SPLITS
-    split = tl.program_id(2) % SPLITS
+    batch = batch_first + tl.program_id(2)
+    share = 0
+    if ATOMIC:
+        batch = batch_first + tl.program_id(2) // splits
+        share = tl.program_id(2) % splits
     TILES: tl.constexpr = PAGE // BLOCK_N
     length = tl.load(lengths_ptr + batch)
     bound_ptr = bounds_ptr + (batch * bound_tiles + tile).to(tl.int64) * 2
@@ -204,20 +207,20 @@ def _paged_attention_dkdv_kernel(
             slot = tl.load(slots_ptr + entry)
             grad_slot = tl.load(grad_slots_ptr + entry)
             count = tl.where((slot < 0) | (grad_slot < 0), 0, count)
-            _key_tile(k_pages, v_pages, slot, row, place, count, length, batch, group, split, q_rows, dout_rows,
+            _key_tile(k_pages, v_pages, slot, row, place, count, length, batch, group, share, splits, q_rows, dout_rows,
                           documents_ptr, bound_ptr, lse_ptr, delta_ptr, dk_pages_ptr, dv_pages_ptr,
                           grad_slot.to(tl.int64) * PAGE + row, tokens, padded, window, scale, scale_log2,
                           GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS, ONE_LOOP, True, ATOMIC,
-                          SPLITS, STAGES, PRECISION)  # fmt: skip
+                          STAGES, PRECISION)  # fmt: skip
     if OWN:
         if tile >= past_tiles:
             place = (tile - past_tiles) * BLOCK_N
             count = tl.minimum(tokens - place, BLOCK_N)
-            _key_tile(k_own, v_own, batch, place, place, count, length, batch, group, split, q_rows, dout_rows,
+            _key_tile(k_own, v_own, batch, place, place, count, length, batch, group, share, splits, q_rows, dout_rows,
                           documents_ptr, bound_ptr, lse_ptr, delta_ptr, dk_own_ptr, dv_own_ptr,
                           (batch * tokens).to(tl.int64) + place, tokens, padded, window, scale, scale_log2,
                           GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS, ONE_LOOP, False, ATOMIC,
-                          SPLITS, STAGES, PRECISION)  # fmt: skip
+                          STAGES, PRECISION)  # fmt: skip
 
 
 @triton.jit
@@ -246,20 +249,23 @@ def _dq_tiles(
     return dq
 
 
-@triton.jit(do_not_specialize=["tokens", "padded", "columns", "first", "window"])
+@triton.jit(do_not_specialize=["tokens", "padded", "columns", "first", "window", "splits"])
 def _paged_attention_dq_kernel(
     q_rows, dout_rows, k_own, v_own, k_pages, v_pages, slots_ptr, lengths_ptr, documents_ptr, lse_ptr, delta_ptr,
-    carry_ptr, dq_ptr, tokens, padded, columns, first, window, scale, scale_log2,
+    carry_ptr, dq_ptr, tokens, padded, columns, first, window, splits, scale, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    ONE_LOOP: tl.constexpr, CARRY: tl.constexpr, OWN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    ONE_LOOP: tl.constexpr, CARRY: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row tiles, G, B * SPLITS), as the forward's. CARRY: add to what earlier segments left."""
+    """Grid: (row tiles, G, B * splits), as the forward's. CARRY: add to what earlier segments left."""
     tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
     group = tl.program_id(1)
-    batch = tl.program_id(2) // SPLITS
-    split = tl.program_id(2) % SPLITS
+    batch = tl.program_id(2)
+    share = 0
+    if SPLIT:
+        batch = tl.program_id(2) // splits
+        share = tl.program_id(2) % splits
     HEADS: tl.constexpr = GROUPS * REPEAT
     TILES: tl.constexpr = PAGE // BLOCK_N
     LOWER: tl.constexpr = WINDOW or DOCUMENTS
@@ -292,17 +298,17 @@ def _paged_attention_dq_kernel(
                            limit, scale_log2, TILES, BLOCK_N, DIM, True, False, STAGES, PRECISION)  # fmt: skip
         from_tile = middle
         to_tile = rest
-        if SPLITS > 1:
-            from_tile = middle + (rest - middle) * split // SPLITS
-            to_tile = middle + (rest - middle) * (split + 1) // SPLITS
+        if SPLIT:
+            from_tile = middle + (rest - middle) * share // splits
+            to_tile = middle + (rest - middle) * (share + 1) // splits
         dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, from_tile, to_tile, low, high, limit,
                        scale_log2, TILES, BLOCK_N, DIM, False, False, STAGES, PRECISION)  # fmt: skip
-        if split == SPLITS - 1:
+        if not SPLIT or share == splits - 1:
             dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, rest, end, low - first, high, limit,
                            scale_log2, TILES, BLOCK_N, DIM, True, True, 1, PRECISION)  # fmt: skip
 
     if OWN:
-        if split == SPLITS - 1:
+        if not SPLIT or share == splits - 1:
             first_query = tile_m * BLOCK_M // REPEAT
             last_query = tl.minimum((tile_m * BLOCK_M + BLOCK_M - 1) // REPEAT, tokens - 1)
             end = tl.cdiv(last_query + 1, BLOCK_N)
@@ -327,8 +333,8 @@ def _paged_attention_dq_kernel(
     offsets = (((batch * tokens).to(tl.int64) + query) * HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
     dq = dq * scale
     if CARRY:
-        if split == 0:
+        if not SPLIT or share == 0:
             dq += tl.load(carry_ptr + offsets, mask=mask, other=0.0)
-    if SPLITS > 1:
-        offsets += (split * (tl.num_programs(2) // SPLITS)).to(tl.int64) * HEADS * tokens * HEAD_DIM
+    if SPLIT:
+        offsets += (share * (tl.num_programs(2) // splits)).to(tl.int64) * HEADS * tokens * HEAD_DIM
     tl.store(dq_ptr + offsets, dq.to(dq_ptr.dtype.element_ty), mask=mask)

@@ -144,25 +144,28 @@ def _row_places(
     return offsets, stats, query, rows < tokens * REPEAT
 
 
-@triton.jit(do_not_specialize=["tokens", "columns", "first", "window"])
+@triton.jit(do_not_specialize=["tokens", "columns", "first", "window", "splits"])
 def _paged_attention_fwd_kernel(
     q_ptr, k_own, v_own, k_pages, v_pages, slots_ptr, lengths_ptr, documents_ptr,
     carry_ptr, carry_lse_ptr, out_ptr, lse_ptr,
-    tokens, columns, first, window, scale_log2,
+    tokens, columns, first, window, splits, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    ONE_LOOP: tl.constexpr, CARRY: tl.constexpr, OWN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    ONE_LOOP: tl.constexpr, CARRY: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row tiles, G, B * SPLITS). CARRY: start from an earlier segment's state. OWN: the own block comes last.
+    """Grid: (row tiles, G, B * splits). CARRY: start from an earlier segment's state. OWN: the own block comes last.
 
-    SPLITS > 1: split i takes its share of the keys and writes a partial result of its own, `out[i]` and `lse[i]`.
+    SPLIT: program i of `splits` takes its share of the keys and writes a partial result of its own, `out[i]`, `lse[i]`.
     """
     # Later rows have more of the own block to see; they go first, so that the longest program does not start last.
     tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
     group = tl.program_id(1)
-    batch = tl.program_id(2) // SPLITS
-    split = tl.program_id(2) % SPLITS
+    batch = tl.program_id(2)
+    share = 0
+    if SPLIT:
+        batch = tl.program_id(2) // splits
+        share = tl.program_id(2) % splits
     HEADS: tl.constexpr = GROUPS * REPEAT
     TILES: tl.constexpr = PAGE // BLOCK_N
     OWN_STAGES: tl.constexpr = STAGES if STAGES == 1 else STAGES - 1  # no slot to look up first
@@ -180,7 +183,7 @@ def _paged_attention_fwd_kernel(
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
     if CARRY:
-        if split == 0:
+        if not SPLIT or share == 0:
             m = tl.load(carry_lse_ptr + stats) * 1.4426950408889634
             l = tl.where(m == float("-inf"), 0.0, 1.0)
             acc = tl.load(carry_ptr + offsets, mask=inside, other=0.0)
@@ -200,16 +203,16 @@ def _paged_attention_fwd_kernel(
                                    limit, scale_log2, TILES, BLOCK_N, DIM, True, False, STAGES, PRECISION)  # fmt: skip
         from_tile = middle
         to_tile = rest
-        if SPLITS > 1:
-            from_tile = middle + (rest - middle) * split // SPLITS
-            to_tile = middle + (rest - middle) * (split + 1) // SPLITS
+        if SPLIT:
+            from_tile = middle + (rest - middle) * share // splits
+            to_tile = middle + (rest - middle) * (share + 1) // splits
         if AHEAD:
             acc, m, l = _fwd_tiles_ahead(acc, m, l, q, k_pages, v_pages, table, group, from_tile, to_tile, scale_log2,
                                          TILES, BLOCK_N, DIM, STAGES, PRECISION)  # fmt: skip
         else:
             acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, from_tile, to_tile, low, high, limit,
                                    scale_log2, TILES, BLOCK_N, DIM, False, False, STAGES, PRECISION)  # fmt: skip
-        if split == SPLITS - 1:
+        if not SPLIT or share == splits - 1:
             acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, rest, end, low - first, high, limit,
                                    scale_log2, TILES, BLOCK_N, DIM, True, True, 1, PRECISION)  # fmt: skip
 
@@ -218,7 +221,7 @@ def _paged_attention_fwd_kernel(
     tile_m += tl.load(lengths_ptr + batch, volatile=True) - length
     offsets, stats, query, valid = _row_places(tile_m, batch, group, tokens, REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M)
     if OWN:
-        if split == SPLITS - 1:
+        if not SPLIT or share == splits - 1:
             first_query = tile_m * BLOCK_M // REPEAT
             last_query = tl.minimum((tile_m * BLOCK_M + BLOCK_M - 1) // REPEAT, tokens - 1)
             end = tl.cdiv(last_query + 1, BLOCK_N)
@@ -246,8 +249,8 @@ def _paged_attention_fwd_kernel(
     unseen = l == 0.0
     out = acc / tl.where(unseen, 1.0, l)[:, None]
     lse = tl.where(unseen, float("-inf"), (m + tl.math.log2(tl.where(unseen, 1.0, l))) * 0.6931471805599453)
-    if SPLITS > 1:
-        part = (split * (tl.num_programs(2) // SPLITS)).to(tl.int64) * HEADS * tokens
+    if SPLIT:
+        part = (share * (tl.num_programs(2) // splits)).to(tl.int64) * HEADS * tokens
         offsets += part * HEAD_DIM
         stats += part
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & inside)

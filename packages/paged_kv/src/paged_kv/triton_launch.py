@@ -25,6 +25,7 @@ from .triton_tiles import Tile, tile_for
 
 INTERPRETED = not isinstance(_paged_attention_fwd_kernel, triton.JITFunction)
 _LOG2E = math.log2(math.e)
+_PARTS_BYTES = 2**26  # what the float32 partial results of split keys may take
 _ROW_PADDING = 128  # LSE and delta are padded to whole row tiles of any size
 
 
@@ -118,6 +119,7 @@ class Problem:
             "PRECISION": tile.precision,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
+            "enable_fp_fusion": True,
         }
 
 
@@ -134,8 +136,8 @@ def forward_launch(
     _paged_attention_fwd_kernel[grid](
         p.q, *keys.own, *keys.pages, keys.slots, p.lengths, p.documents,
         carry.out if carry else lse, carry.lse if carry else lse, parts.out, parts.lse,
-        p.tokens, keys.columns, keys.first, p.window, p.geometry.scale * _LOG2E,
-        CARRY=carry is not None, OWN=own, SPLITS=splits, AHEAD=tile.ahead, **p.constants(tile),
+        p.tokens, keys.columns, keys.first, p.window, splits, p.geometry.scale * _LOG2E,
+        CARRY=carry is not None, OWN=own, SPLIT=splits > 1, AHEAD=tile.ahead, **p.constants(tile),
     )  # fmt: skip
     if splits > 1:
         merge_parts(parts.out, parts.lse, target.out, target.lse)
@@ -155,9 +157,9 @@ def dq_launch(
     _paged_attention_dq_kernel[grid](
         *rows.descriptors(tile), *keys.own, *keys.pages, keys.slots, p.lengths, p.documents, rows.lse, rows.delta,
         rows.lse if carry is None else carry, parts,
-        p.tokens, rows.lse.shape[1], keys.columns, keys.first, p.window,
+        p.tokens, rows.lse.shape[1], keys.columns, keys.first, p.window, splits,
         p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
-        CARRY=carry is not None, OWN=own, SPLITS=splits, **p.constants(tile),
+        CARRY=carry is not None, OWN=own, SPLIT=splits > 1, **p.constants(tile),
     )  # fmt: skip
     if splits > 1:
         target.copy_(parts.sum(0))
@@ -188,8 +190,8 @@ def dkdv_launch(
             *rows.descriptors(tile), *keys.own, *keys.pages, keys.slots, grads[2].contiguous(), p.lengths, p.documents,
             bounds, rows.lse, rows.delta, grads[0], grads[1], dk, dv,
             batch, p.tokens, rows.lse.shape[1], keys.columns, keys.first, p.window, past_tiles,
-            past_tiles + own_tiles, p.geometry.scale, p.geometry.scale * _LOG2E,
-            PAST=past_tiles > 0, OWN=own, ATOMIC=accumulate == "atomic", SPLITS=splits, **p.constants(tile),
+            past_tiles + own_tiles, splits, p.geometry.scale, p.geometry.scale * _LOG2E,
+            PAST=past_tiles > 0, OWN=own, ATOMIC=accumulate == "atomic", **p.constants(tile),
         )  # fmt: skip
 
 
@@ -235,7 +237,8 @@ def _splits(p: Problem, tile: Tile, keys: _Keys) -> int:
         merge = 5 + 0.018 * programs * splits if splits > 1 else 0.0
         return triton.cdiv(programs * splits, slots) * (steps / splits + 2) + merge
 
-    return min(range(1, max(2, min(32, steps // 8) + 1)), key=cost)
+    most = min(32, steps // 8, _PARTS_BYTES // (4 * p.q.numel()))
+    return min(range(1, max(most, 1) + 1), key=cost)
 
 
 @dataclass(frozen=True)

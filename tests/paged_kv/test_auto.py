@@ -1,0 +1,81 @@
+"""Which backend auto takes, and the reason it gives."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from paged_kv import auto, cudnn, triton_attention
+from paged_kv.past import Geometry
+
+CONTIGUOUS, SCATTERED, UNKNOWN = SimpleNamespace(contiguous=True), SimpleNamespace(contiguous=False), SimpleNamespace()
+
+
+def choose(past=CONTIGUOUS, tokens=4096, dim=128, dtype=torch.bfloat16, cuda=True, capability=(9, 0), page=128, **more):
+    q = SimpleNamespace(
+        is_cuda=cuda, device=torch.device("cuda" if cuda else "cpu"), dtype=dtype, shape=(1, tokens, 28, dim)
+    )
+    lengths = more.pop("lengths", (65536,))
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
+        return auto.choose(q, None, Geometry(0.1, lengths, page, **more), past)
+
+
+def test_dense_attention_over_consecutive_pages_is_for_cudnn():
+    assert choose() == ("cudnn", "dense attention over consecutive pages, where cuDNN is the fastest")
+    assert choose(lengths=(0,), past=UNKNOWN)[0] == "cudnn"
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"past": SCATTERED}, "consecutive"),
+        ({"past": UNKNOWN}, "consecutive"),
+        ({"window": 128}, "window"),
+        ({"documents": torch.zeros(1, 4096, dtype=torch.int32)}, "documents"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"dim": 256}, "256"),
+        ({"tokens": 1}, "1 tokens"),
+    ],
+)
+def test_triton_takes_the_rest(options, reason):
+    name, why = choose(**options)
+    assert name == "triton" and reason in why
+
+
+def test_deterministic_algorithms_are_honoured():
+    torch.use_deterministic_algorithms(True)
+    try:
+        name, why = choose()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert name == "triton" and "deterministic" in why
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"cuda": False}, "cpu"),
+        ({"dtype": torch.float64}, "float64"),
+        ({"dim": 48}, "48"),
+        ({"page": 100}, "100 tokens"),
+        ({"capability": (7, 5)}, "compute capability"),
+        ({"selected": torch.zeros(1, 1, 1, 1, dtype=torch.int32)}, "selected"),
+    ],
+)
+def test_what_no_kernel_serves_goes_to_the_reference(options, reason):
+    name, why = choose(**options)
+    assert name == "reference" and reason in why
+
+
+def test_a_missing_triton_is_said():
+    with mock.patch.object(auto.importlib.util, "find_spec", return_value=None):
+        assert choose() == ("reference", "triton is not installed")
+
+
+def test_auto_offers_no_more_than_the_backends_accept():
+    assert auto._TRITON_DIMS == triton_attention.HEAD_DIMS
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)):
+        for dim in auto._CUDNN_DIMS:
+            q = SimpleNamespace(is_cuda=True, device="cuda", dtype=torch.float16, shape=(1, 300, 8, dim))
+            cudnn._check(q, Geometry(0.1, (64,), 64))
