@@ -12,19 +12,27 @@ from torch import Tensor
 _ROWS = 32
 
 
+@triton.jit
+def _block_places(
+    tokens, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Where a block of one head's tokens lies in [B, C, H, D] and in [B, H, C]. Grid: (blocks of C, H, B)."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = token < tokens
+    token = tl.minimum(token, tokens - 1)
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    dims = tl.arange(0, DIM)
+    offsets = (((batch * tokens + token) * HEADS) + head)[:, None] * HEAD_DIM + dims[None, :]
+    return offsets, (batch * HEADS + head) * tokens + token, (dims < HEAD_DIM)[None, :], valid
+
+
 @triton.jit(do_not_specialize=["rows", "tokens"])
 def _merge_parts_kernel(
     parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, rows, tokens,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    valid = row < rows
-    row = tl.minimum(row, rows - 1)
-    token = row // HEADS
-    stat = ((token // tokens) * HEADS + row % HEADS) * tokens + token % tokens
-    dims = tl.arange(0, DIM)
-    inside = (dims < HEAD_DIM)[None, :]
-    offsets = row[:, None] * HEAD_DIM + dims[None, :]
+    offsets, stat, inside, valid = _block_places(tokens, HEADS, HEAD_DIM, DIM, BLOCK)
     m = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([BLOCK, DIM], tl.float32)
@@ -46,19 +54,12 @@ def _merge_parts_kernel(
     tl.store(lse_ptr + stat, tl.where(unseen, float("-inf"), m + tl.log(total)), mask=valid)
 
 
-@triton.jit(do_not_specialize=["rows", "tokens"])
+@triton.jit(do_not_specialize=["tokens"])
 def _merge_two_kernel(
-    a_ptr, a_lse_ptr, b_ptr, b_lse_ptr, out_ptr, lse_ptr, rows, tokens,
+    a_ptr, a_lse_ptr, b_ptr, b_lse_ptr, out_ptr, lse_ptr, tokens,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    valid = row < rows
-    row = tl.minimum(row, rows - 1)
-    token = row // HEADS
-    stat = ((token // tokens) * HEADS + row % HEADS) * tokens + token % tokens
-    dims = tl.arange(0, DIM)
-    inside = (dims < HEAD_DIM)[None, :]
-    offsets = row[:, None] * HEAD_DIM + dims[None, :]
+    offsets, stat, inside, valid = _block_places(tokens, HEADS, HEAD_DIM, DIM, BLOCK)
     a_lse = tl.load(a_lse_ptr + stat)
     b_lse = tl.load(b_lse_ptr + stat)
     top = tl.maximum(a_lse, b_lse)
@@ -103,7 +104,7 @@ def merge_parts(parts: Tensor, parts_lse: Tensor, out: Tensor, lse: Tensor) -> N
     """
     count, batch, tokens, heads, dim = parts.shape
     rows = batch * tokens * heads
-    _merge_parts_kernel[(triton.cdiv(rows, _ROWS),)](
+    _merge_parts_kernel[(triton.cdiv(tokens, _ROWS), heads, batch)](
         parts, parts_lse, out, lse, rows, tokens, HEADS=heads, HEAD_DIM=dim, DIM=triton.next_power_of_2(dim),
         PARTS=count, BLOCK=_ROWS, num_warps=4,
     )  # fmt: skip
@@ -115,9 +116,8 @@ def merge_two(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, out: Tensor, l
     Shapes: a, b, out [B, C, H, D], contiguous, of any dtype; a_lse, b_lse, lse [B, H, C] float32, contiguous
     """
     batch, tokens, heads, dim = a.shape
-    rows = batch * tokens * heads
-    _merge_two_kernel[(triton.cdiv(rows, _ROWS),)](
-        a, a_lse, b, b_lse, out, lse, rows, tokens, HEADS=heads, HEAD_DIM=dim, DIM=triton.next_power_of_2(dim),
+    _merge_two_kernel[(triton.cdiv(tokens, _ROWS), heads, batch)](
+        a, a_lse, b, b_lse, out, lse, tokens, HEADS=heads, HEAD_DIM=dim, DIM=triton.next_power_of_2(dim),
         BLOCK=_ROWS, num_warps=4,
     )  # fmt: skip
 

@@ -1,0 +1,106 @@
+"""Compile kernels for chips that are not here and report their resources, a JSON line each; run by test_triton_compile.
+
+python compile_kernels.py 90 fwd/128/bf16 dq/256/bf16/narrow …
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from paged_kv import triton_launch, triton_merge
+from paged_kv.triton_tiles import tile_for
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KERNELS = {
+    "fwd": triton_launch._paged_attention_fwd_kernel,
+    "dkdv": triton_launch._paged_attention_dkdv_kernel,
+    "dq": triton_launch._paged_attention_dq_kernel,
+    "prepare": triton_launch._prepare_bwd_kernel,
+    "merge_parts": triton_merge._merge_parts_kernel,
+    "merge_two": triton_merge._merge_two_kernel,
+    "add_to_pages": triton_merge._add_to_pages_kernel,
+}
+INPUTS = ("q_ptr", "dout_ptr", "q_rows_ptr", "dout_rows_ptr", "a_ptr", "b_ptr", "dk_ptr", "dv_ptr")
+OUTPUTS = ("out_ptr", "dq_ptr")
+INTEGERS = ("slots_ptr", "grad_slots_ptr", "lengths_ptr", "documents_ptr", "bounds_ptr")
+KEYS = ("k_own", "v_own", "k_pages", "v_pages")
+
+
+def describe(name, dtype, flags, constants):
+    """The type of one argument of a launch."""
+    dim = constants.get("DIM")
+    if name in KEYS:
+        return f"tensordesc<{dtype}[1, 1, {constants['BLOCK_N']}, {dim}]>"
+    if name in ("q_rows", "dout_rows"):
+        return f"tensordesc<{dtype}[1, {constants['BLOCK_M']}, {dim}]>"
+    if name in INPUTS or (name in OUTPUTS and "split" not in flags):
+        return f"*{dtype}"
+    if name in INTEGERS:
+        return "*i32"
+    if name.endswith("_ptr"):
+        return "*fp32"
+    return "fp32" if name.startswith("scale") else "i32"
+
+
+def constants_of(kernel, dim, dtype, flags, capability):
+    if kernel == "add_to_pages":
+        return {"PAGE": 128, "WIDTH": 4 * dim, "BLOCK": 2048}, 4, 3
+    if kernel.startswith("merge"):
+        parts = {"PARTS": 4} if kernel == "merge_parts" else {}
+        return {"HEADS": 28, "HEAD_DIM": dim, "DIM": triton.next_power_of_2(dim), "BLOCK": 32} | parts, 4, 3
+    shape = {"GROUPS": 4, "REPEAT": 7, "HEAD_DIM": dim, "DIM": triton.next_power_of_2(dim)}
+    if kernel == "prepare":
+        return shape | {"BLOCK_M": 64}, 4, 3
+    narrow = "narrow" in flags
+    tile = tile_for(kernel, shape["DIM"], DTYPES[dtype], capability, narrow=narrow)
+    values = shape | {
+        "PAGE": 128, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "WINDOW": narrow or "window" in flags,
+        "DOCUMENTS": "documents" in flags, "ONE_LOOP": narrow, "OWN": True, "STAGES": tile.stages,
+        "PRECISION": tile.precision,
+    }  # fmt: skip
+    if kernel == "dkdv":
+        return values | {"PAST": True, "ATOMIC": "atomic" in flags}, tile.warps, tile.stages
+    values |= {"CARRY": "carry" in flags, "SPLIT": "split" in flags}
+    return values | ({"AHEAD": tile.ahead} if kernel == "fwd" else {}), tile.warps, tile.stages
+
+
+def compile_one(arch, name):
+    kernel, dim, dtype, *flags = name.split("/")
+    function = KERNELS[kernel]
+    constants, warps, stages = constants_of(kernel, int(dim), dtype, flags, divmod(arch, 10))
+    assert set(constants) <= set(function.arg_names), set(constants) - set(function.arg_names)
+    signature = {n: "constexpr" if n in constants else describe(n, dtype, flags, constants) for n in function.arg_names}
+    aligned = [i for i, n in enumerate(function.arg_names) if signature[n].startswith("*")]
+    source = ASTSource(function, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    usage = resources(compiled.asm["cubin"])
+    return {
+        "arch": arch, "name": name, "shared": compiled.metadata.shared, "wgmma": "wgmma" in compiled.asm["ptx"],
+        "tma": "cp.async.bulk.tensor" in compiled.asm["ptx"], **usage,
+    }  # fmt: skip
+
+
+def resources(cubin):
+    """Registers and stack of a program, as the toolkit that comes with Triton reads them."""
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.cubin")
+        with open(path, "wb") as file:
+            file.write(cubin)
+        text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text).groups()
+    return {"registers": int(registers), "stack": int(stack) + int(local)}
+
+
+if __name__ == "__main__":
+    for item in sys.argv[2:]:
+        print(json.dumps(compile_one(int(sys.argv[1]), item)), flush=True)
