@@ -230,7 +230,7 @@ def test_changed_weights_between_the_passes_are_noticed():
     loss = chunked_loss(model, ids, config=CONFIG)
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight.mul_(1.5)
-    with pytest.raises(RuntimeError, match="written in place"):
+    with pytest.raises(RuntimeError, match="k_proj.weight changed between"):
         loss.backward()
 
 
@@ -240,7 +240,7 @@ def test_a_layer_that_computes_something_else_in_the_walk_is_named(entry):
     model, ids = build(configs()["qwen2"]), tokens(1, 23)
     key = model.model.layers[1].self_attn.k_proj
     key.register_forward_hook(lambda _module, _args, out: out * 1.1 if torch.is_grad_enabled() else None)
-    with pytest.raises(RuntimeError, match="layer 1: the keys recomputed"):
+    with pytest.raises(RuntimeError, match="layer 1: keys or values recomputed"):
         loss = entry(model, ids, config=CONFIG)
         loss.backward()
 

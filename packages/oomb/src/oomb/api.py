@@ -13,12 +13,13 @@ from chunk_recur import State, chunk_recurrent, chunk_recurrent_backward
 
 from .batch import Batch, Chunks, prepare
 from .config import ChunkConfig
+from .held import Held
 from .hf import Parts, attention_installed, take_apart
 from .loss import TokenLoss, cross_entropy
 from .main_grads import main_grads
 from .moe import Balance
-from .probe import Profile, probe, refuse_dropout
-from .rope import rope_held
+from .probe import Profile, learned_positions, probe, refuse_dropout, structure
+from .rope import HeldRope
 from .step import DecoderStep, PassContext
 from .storage import TieredPast, divide
 
@@ -99,6 +100,8 @@ class _Run:
     token_loss: TokenLoss
     past: TieredPast
     context: PassContext
+    rope: HeldRope
+    held: Held
     progress: Callable[[int, int], None] | None
 
     def state(self) -> State:
@@ -114,9 +117,11 @@ class _Run:
     @contextmanager
     def around(self, phase: str) -> Iterator[None]:
         """What holds during a pass and not between passes: our attention, the rotary frequencies, fp32 gradients."""
+        if phase == "walk":
+            self.held.check(self.parts.causal)
         with ExitStack() as stack:
             stack.enter_context(attention_installed(self.parts.causal))
-            stack.enter_context(rope_held(self.parts.decoder, int(self.batch.positions.max())))
+            stack.enter_context(self.rope.installed())
             if phase == "walk" and self.config.fp32_main_grads:
                 stack.enter_context(main_grads(self.parts.causal.parameters()))
             yield
@@ -139,6 +144,14 @@ def _prepare(
         document_ids=document_ids,
         num_items=num_items,
     )
+    if loss_fn is not None and not callable(loss_fn):
+        raise ValueError(f"loss_fn must be a function (logits [N, V], labels [N]) -> [N], got {type(loss_fn).__name__}")
+    last_position = int(batch.positions.max())
+    if last_position >= learned_positions(parts.decoder):
+        raise ValueError(
+            f"the model has learned embeddings for {learned_positions(parts.decoder)} positions, the sequence needs "
+            f"{last_position + 1}"
+        )
     if config.fp32_main_grads and isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
             "fp32_main_grads and DDP do not go together: DDP reduces .grad before the sum over chunks is in it"
@@ -146,9 +159,13 @@ def _prepare(
     refuse_dropout(parts.causal)
     profile = _profile(parts, batch.tokens)
     chunks = batch.cut(config.chunk_length(parts.device))
-    past = _past(parts, profile, batch, chunks, config)
-    context = PassContext(past, profile, config, len(chunks) - 1, _kept_chunks(profile, batch, chunks, config))
-    return _Run(parts, profile, batch, chunks, config, loss_fn or cross_entropy, past, context, progress)
+    training = torch.is_grad_enabled() and any(p.requires_grad for p in parts.causal.parameters())
+    past = _past(parts, profile, batch, chunks, config, training=training)
+    kept = _kept_chunks(profile, batch, chunks, config) if training else range(0)
+    context = PassContext(past, profile, config, kept)
+    rope = HeldRope(parts.decoder, last_position)
+    held = Held.of(parts.causal)
+    return _Run(parts, profile, batch, chunks, config, loss_fn or cross_entropy, past, context, rope, held, progress)
 
 
 def _profile(parts: Parts, tokens: int) -> Profile:
@@ -157,7 +174,7 @@ def _profile(parts: Parts, tokens: int) -> Profile:
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     weight = parts.causal.get_input_embeddings().weight
     length = max(64, 1 << (tokens - 1).bit_length())
-    key = (parts.causal.config.to_json_string(), str(device), weight.dtype, autocast, length)
+    key = (parts.causal.config.to_json_string(), structure(parts.given), str(device), weight.dtype, autocast, length)
     cached = getattr(parts.causal, PROFILE, None)
     if cached is None or cached[0] != key:
         cached = (key, probe(parts, length))
@@ -165,12 +182,13 @@ def _profile(parts: Parts, tokens: int) -> Profile:
     return cached[1]
 
 
-def _past(parts: Parts, profile: Profile, batch: Batch, chunks: Chunks, config: ChunkConfig) -> TieredPast:
+def _past(
+    parts: Parts, profile: Profile, batch: Batch, chunks: Chunks, config: ChunkConfig, *, training: bool
+) -> TieredPast:
     bounds = [chunks.bounds(i) for i in range(len(chunks))]
     rows = batch.ids.shape[0]
     dtypes = {facts.dtype for facts in profile.layers.values()}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
-    training = torch.is_grad_enabled() and any(p.requires_grad for p in parts.causal.parameters())
     grad_dtype = config.grad_page_dtype or wide
     budget = divide(
         profile.layers,

@@ -100,6 +100,8 @@ def prepare(
                 "give num_items if this batch is part of a larger one"
             )
         num_items = valid
+    if isinstance(num_items, bool):
+        raise ValueError(f"num_items must be a positive number, got {num_items}")
     num_items = float(num_items)
     if not 0 < num_items < float("inf"):
         raise ValueError(f"num_items must be a positive number, got {num_items}")
@@ -114,7 +116,7 @@ def _ids(input_ids: Tensor, vocab_size: int) -> Tensor:
         raise ValueError(f"input_ids must be an integer tensor of shape [batch, tokens], got {got}")
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids is empty: {tuple(input_ids.shape)}")
-    ids = input_ids.detach().to("cpu", torch.int64)
+    ids = input_ids.detach().to("cpu", torch.int64, copy=True)  # a caller may fill its buffer again
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(
@@ -134,7 +136,7 @@ def _rows(name: str, rows: Tensor, ids: Tensor, *, boolean: bool = False, broadc
         raise ValueError(f"{name} must have the shape of input_ids {tuple(ids.shape)}, got {got}")
     if not boolean and _not_integers(rows):
         raise ValueError(f"{name} must be an integer tensor, got {rows.dtype}")
-    rows = rows.detach().to("cpu")
+    rows = rows.detach().to("cpu", copy=True)
     return (rows if boolean else rows.to(torch.int64)).expand_as(ids)
 
 
@@ -189,14 +191,15 @@ def _targets(
         labels = ids if real is None else ids.masked_fill(~real, IGNORED)
     else:
         labels = _rows("labels", labels, ids)
-        valid = labels[labels != IGNORED]
-        if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= label_size):
-            raise ValueError(
-                f"labels must be {IGNORED} or lie in [0, {label_size}); got values from {int(valid.min())} to "
-                f"{int(valid.max())}"
-            )
-        if real is not None and bool((labels[~real] != IGNORED).any()):
-            raise ValueError(f"labels must be {IGNORED} wherever attention_mask is 0")
+    valid = labels[labels != IGNORED]
+    if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= label_size):
+        raise ValueError(
+            f"labels must be {IGNORED} or lie in [0, {label_size}), the model's head; got values from "
+            f"{int(valid.min())} "
+            f"to {int(valid.max())}"
+        )
+    if real is not None and bool((labels[~real] != IGNORED).any()):
+        raise ValueError(f"labels must be {IGNORED} wherever attention_mask is 0")
     targets = torch.full_like(ids, IGNORED)
     targets[:, :-1] = labels[:, 1:]
     if documents is not None:

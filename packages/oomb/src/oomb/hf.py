@@ -33,6 +33,9 @@ class AttentionContext(Protocol):
     ) -> Tensor: ...
 
 
+HARMLESS_TENSORS = ("position_ids", "cache_position")
+
+
 @torch.compiler.disable
 def attention(
     module: nn.Module,
@@ -46,7 +49,7 @@ def attention(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     oomb: AttentionContext | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """The attention function transformers calls in every layer.
 
@@ -55,13 +58,17 @@ def attention(
     if oomb is None:
         raise Unsupported(
             f"{type(module).__name__} was called with the attention implementation {NAME!r} outside a chunked "
-            f"step, or does "
-            "not hand its keywords on to the attention function"
+            "step, or does not hand its keywords on to the attention function"
         )
     if dropout:
         raise Unsupported(
             f"attention dropout {dropout} cannot be honoured exactly in chunks: set attention_dropout to 0"
         )
+    unknown = [name for name, value in more.items() if isinstance(value, Tensor) and name not in HARMLESS_TENSORS]
+    if unknown:
+        raise Unsupported(f"{type(module).__name__} hands attention tensors of unknown use: {', '.join(unknown)}")
+    if isinstance(scaling, Tensor) and scaling.requires_grad:
+        raise Unsupported(f"{type(module).__name__} learns the scale of its scores, which would get no gradient")
     if softcap is not None:
         raise Unsupported(f"attention logits are capped at {softcap}, which paged attention does not do")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -98,7 +105,8 @@ class Parts:
 
     @property
     def label_size(self) -> int:
-        return self.causal.get_output_embeddings().weight.shape[0]
+        head = self.causal.get_output_embeddings()
+        return head.weight.shape[0] if hasattr(head, "weight") else head.out_features
 
 
 def take_apart(model: nn.Module) -> Parts:
@@ -112,6 +120,10 @@ def take_apart(model: nn.Module) -> Parts:
             "models sharded by FSDP or split by DataParallel are not supported: the engine is for one GPU, or DDP"
         )
     if isinstance(inner, nn.parallel.DistributedDataParallel):
+        if inner.static_graph:
+            raise Unsupported(
+                "DDP with static_graph=True expects one backward a step, chunks need several: set it to False"
+            )
         inner = inner.module
     inner = getattr(inner, "_orig_mod", inner)  # torch.compile
     if hasattr(inner, "get_base_model"):  # peft
@@ -119,19 +131,30 @@ def take_apart(model: nn.Module) -> Parts:
             raise Unsupported(
                 "peft prompt learning adds virtual tokens outside the decoder: use LoRA or another adapter"
             )
+        if getattr(inner.active_peft_config, "alora_invocation_tokens", None) is not None:
+            raise Unsupported("activated LoRA turns its adapter on at tokens that a chunk may not hold: use plain LoRA")
         inner = inner.get_base_model()
     if not isinstance(inner, PreTrainedModel):
         raise Unsupported(f"expected a transformers causal language model, got {type(inner).__name__}")
-    if inner.config.is_encoder_decoder:
-        raise Unsupported(
-            f"{type(inner).__name__} is an encoder-decoder; only decoder-only causal models are supported"
-        )
-    decoder = inner.get_decoder()
-    if inner.get_output_embeddings() is None or decoder is None or decoder is inner:
-        raise Unsupported(
-            f"{type(inner).__name__} has no language-model head over a decoder: load it with AutoModelForCausalLM"
-        )
+    _refuse_settings(inner)
+    decoder, head = inner.get_decoder(), inner.get_output_embeddings()
+    if head is None or decoder is None or decoder is inner:
+        raise Unsupported(f"{type(inner).__name__} has no head over a decoder: load it with AutoModelForCausalLM")
+    if not hasattr(head, "weight") and not hasattr(head, "out_features"):
+        raise Unsupported(f"the size of the head cannot be read off {type(head).__name__}")
+    if any(p.is_meta for p in inner.parameters()):
+        raise ValueError("the model is on the meta device: it has no weights to train; load it on a real device")
     return Parts(model, inner, decoder)
+
+
+def _refuse_settings(causal: PreTrainedModel) -> None:
+    config = causal.config
+    if config.is_encoder_decoder:
+        raise Unsupported(f"{type(causal).__name__} is an encoder-decoder; only decoders are supported")
+    if getattr(config, "return_dict", True) is False:
+        raise ValueError("the model's config has return_dict=False: set it to True")
+    if getattr(config.get_text_config(), "attn_temperature_tuning", False):
+        raise Unsupported("attn_temperature_tuning counts positions from the start of each call: set it to False")
 
 
 @contextmanager

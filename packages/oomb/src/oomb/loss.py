@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .batch import IGNORED
@@ -35,19 +37,31 @@ class Head:
             answered.append(True)
             return self.output_type(last_hidden_state=hidden[None])
 
-        before = vars(decoder).get("forward")
-        decoder.forward = answer
-        try:
-            ids = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
+        ids = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
+        with _replaced(decoder, answer):
             logits = self.parts.causal(input_ids=ids, use_cache=False).logits[0]
-        finally:
-            if before is None:
-                del decoder.forward
-            else:
-                decoder.forward = before
         if not answered:
             raise Unsupported(f"{type(self.parts.causal).__name__} computes its logits around its decoder")
         return logits
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
+    """Another forward for a module, and none of its hooks: they ran when the hidden states were made."""
+    before = vars(module).get("forward")
+    hooks = {name: getattr(module, name) for name in ("_forward_hooks", "_forward_pre_hooks")}
+    try:
+        module.forward = forward
+        for name in hooks:
+            setattr(module, name, OrderedDict())
+        yield
+    finally:
+        for name, own in hooks.items():
+            setattr(module, name, own)
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -65,7 +79,8 @@ def tiled_loss(
     tile_tokens: int | str,
     vocab_size: int,
 ) -> Tensor:
-    """Sum of the token losses over a chunk's valid labels; zero, but connected to `hidden`, when there are none.
+    """Sum of the token losses over a chunk's valid labels; when there are none, zero, but connected to all that made
+    it.
 
     Shapes: hidden [B, C, E]; targets [B, C] on the host
     Returns: 0-dim, float32 or wider
@@ -74,18 +89,16 @@ def tiled_loss(
     flat = targets.flatten()
     valid = (flat != IGNORED).nonzero().flatten()
     if len(valid) == 0:
-        return (rows[:1, :1] * 0).sum().to(torch.promote_types(hidden.dtype, torch.float32))
+        return (head(rows[:1]) * 0).sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
     if len(valid) < len(flat):
         rows, flat = rows.index_select(0, valid.to(rows.device)), flat[valid]
     flat = flat.to(rows.device, non_blocking=True)
     tile = _auto_tile(vocab_size) if tile_tokens == "auto" else tile_tokens
 
     def part(rows: Tensor, labels: Tensor) -> Tensor:
-        losses = token_loss(head(rows), labels)
-        if losses.shape != labels.shape:
-            raise ValueError(
-                f"loss_fn must return one loss per token, shape {tuple(labels.shape)}; got {tuple(losses.shape)}"
-            )
+        logits = head(rows)
+        losses = token_loss(logits, labels)
+        _check_losses(losses, logits, labels)
         return losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
 
     tiles = zip(rows.split(tile), flat.split(tile), strict=True)
@@ -97,3 +110,13 @@ def tiled_loss(
 def _auto_tile(vocab_size: int) -> int:
     tokens = TILE_LOGITS // vocab_size
     return tokens // 128 * 128 or max(tokens, 1)  # whole tiles of a matrix product, if there is room for one
+
+
+def _check_losses(losses: object, logits: Tensor, labels: Tensor) -> None:
+    expected = f"loss_fn must return one floating-point loss per token, shape {tuple(labels.shape)}"
+    if not isinstance(losses, Tensor):
+        raise ValueError(f"{expected}; got {type(losses).__name__}")
+    if losses.shape != labels.shape or not losses.is_floating_point():
+        raise ValueError(f"{expected}; got {tuple(losses.shape)} of {losses.dtype}")
+    if logits.requires_grad and not losses.requires_grad:
+        raise ValueError("loss_fn returned losses that are cut off from the logits: nothing would be learned")

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from .hf import MaskSpec, Parts, Unsupported, attention_installed
-from .loss import Head
-from .moe import Router, router_of
-from .rope import rope_held
+from .loss import Head, cross_entropy
+from .moe import Balance, Router, router_of
+from .rope import HeldRope
 
 PROBE_TOKENS = 24
 PROBE_CHUNK = 7
@@ -84,6 +84,14 @@ class _Probe:
             scores = torch.cat([scores, column], -1)
         weights = scores.softmax(-1)[..., : k.shape[1]]
         return torch.einsum("bhcs,bshd->bchd", weights, v).to(q.dtype)
+
+    def distance(self, other: _Probe) -> float:
+        """How far the keys and values of any layer are from another run's, relative."""
+        worst = 0.0
+        for layer, rows in self.past.items():
+            for mine, theirs in zip(zip(*rows, strict=True), zip(*other.past[layer], strict=True), strict=True):
+                worst = max(worst, _distance(torch.cat(mine, 1), torch.cat(theirs, 1)))
+        return worst
 
     def _note(self, module: nn.Module, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: object) -> None:
         name = type(module).__name__
@@ -173,41 +181,61 @@ def probe(parts: Parts, length: int) -> Profile:
 
     Raises: Unsupported with the reason
     """
-    refuse_dropout(parts.causal)
     _refuse_hidden_state(parts.decoder)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(parts.vocab_size, (1, PROBE_TOKENS), generator=generator).to(parts.device)
-    with evaluating(parts.causal), rope_held(parts.decoder, PROBE_TOKENS - 1):
-        own, logits, output_type = _own_run(parts, ids)
-        with attention_installed(parts.causal):
-            whole, _ = _chunked_run(parts, ids, PROBE_TOKENS, length)
-            chunked, context = _chunked_run(parts, ids, PROBE_CHUNK, length)
-        chunks = -(-PROBE_TOKENS // PROBE_CHUNK)
-        head_logits = Head(parts, output_type)(own.flatten(0, 1))
-    _check_calls(parts, context, chunks)
-    if not bool(torch.isfinite(own).all()):
-        raise ValueError(
-            f"{type(parts.causal).__name__}: its hidden states are not finite; do its weights hold NaN or inf?"
-        )
-    kind = _precision(own)
-    noise = _distance(whole, own)
+    tokens = min(PROBE_TOKENS, learned_positions(parts.decoder))
+    ids = torch.randint(
+        min(parts.vocab_size, parts.label_size), (1, tokens), generator=torch.Generator().manual_seed(0)
+    )
+    ids = ids.to(parts.device)
     name = type(parts.causal).__name__
+    with evaluating(parts.given), HeldRope(parts.decoder, tokens - 1).installed():
+        own = _own_run(parts, ids)
+        with attention_installed(parts.causal):
+            whole, one = _chunked_run(parts, ids, tokens, length)
+            chunked, many = _chunked_run(parts, ids, PROBE_CHUNK, length)
+        logits = Head(parts, own.output_type)(own.hidden.flatten(0, 1))
+    if not bool(torch.isfinite(own.hidden).all()):
+        raise ValueError(f"{name}: its hidden states are not finite; do its weights hold NaN or inf?")
+    _check_calls(parts, many, -(-tokens // PROBE_CHUNK))
+    kind = _precision(own.hidden)
+    noise = _distance(whole, own.hidden)
     if not noise <= NOISE[kind]:
         raise Unsupported(
-            f"{name}: on {PROBE_TOKENS} tokens our attention differs from the model's own by {noise:.1e} "
-            f"(relative); it does "
+            f"{name}: on {tokens} tokens our attention differs from the model's own by {noise:.1e} (relative); it does "
             "something to attention that the library's attention interface does not tell"
         )
-    state = _distance(chunked, whole)
+    state = max(_distance(chunked, whole), many.distance(one))
     if not state <= max(STATE[kind], 3 * noise if kind.itemsize == 2 else 0):
         raise Unsupported(
             f"{name}: a short sequence run in chunks differs from the whole by {state:.1e} (relative): the "
-            f"model carries state "
-            "between tokens besides keys and values (a convolution, a recurrence), or counts positions in another way"
+            f"model carries "
+            "state between tokens besides keys and values (a convolution, a recurrence), or counts positions in "
+            "another way"
         )
-    if not _distance(head_logits, logits.flatten(0, 1)) <= NOISE[kind]:
+    if not _distance(logits, own.logits.flatten(0, 1)) <= NOISE[kind]:
         raise Unsupported(f"{name}: its logits depend on more than the decoder's last hidden state")
-    return Profile(context.facts, output_type, router_of(parts.causal))
+    router = router_of(parts.causal)
+    _check_loss(name, own, ids, router, kind)
+    return Profile(many.facts, own.output_type, router)
+
+
+def learned_positions(decoder: nn.Module) -> int:
+    """How many positions a decoder with learned position embeddings has; very many where it has none."""
+    tables = [
+        module.num_embeddings - getattr(module, "offset", 0)
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.Embedding) and ("position" in name.rpartition(".")[2] or name.endswith("wpe"))
+    ]
+    return min(tables, default=1 << 62)
+
+
+def structure(model: nn.Module) -> int:
+    """Changes when a module of the model is replaced or a hook is added: a profile made before says nothing then."""
+    return hash(
+        tuple(
+            (name, type(m), tuple(m._forward_hooks), tuple(m._forward_pre_hooks)) for name, m in model.named_modules()
+        )
+    )
 
 
 def refuse_dropout(model: nn.Module) -> None:
@@ -233,16 +261,47 @@ def _refuse_hidden_state(decoder: nn.Module) -> None:
             raise Unsupported(f"{name} is a convolution over tokens: it carries state that is not kept in pages")
 
 
-def _own_run(parts: Parts, ids: Tensor) -> tuple[Tensor, Tensor, type]:
+@dataclass(frozen=True)
+class _OwnRun:
+    """The model by itself on the probe's tokens. Shapes: hidden [1, T, E], logits [1, T, V], loss 0-dim"""
+
+    hidden: Tensor
+    logits: Tensor
+    loss: Tensor | None
+    output_type: type
+    router_logits: tuple[Tensor, ...] | None
+
+
+def _own_run(parts: Parts, ids: Tensor) -> _OwnRun:
     seen = []
     hook = parts.decoder.register_forward_hook(lambda _module, _args, output: seen.append(output))
+    given = parts.given.module if isinstance(parts.given, nn.parallel.DistributedDataParallel) else parts.given
     try:
-        logits = parts.causal(input_ids=ids, use_cache=False).logits
+        output = given(input_ids=ids, labels=ids, use_cache=False)
+    except Exception as error:
+        raise Unsupported(f"{type(parts.causal).__name__} does not run on {ids.shape[1]} tokens: {error}") from error
     finally:
         hook.remove()
     if len(seen) != 1 or not hasattr(seen[0], "last_hidden_state"):
         raise Unsupported(f"{type(parts.causal).__name__} does not call its decoder once and return hidden states")
-    return seen[0].last_hidden_state, logits, type(seen[0])
+    router_logits = getattr(seen[0], "router_logits", None)
+    return _OwnRun(seen[0].last_hidden_state, output.logits, output.loss, type(seen[0]), router_logits)
+
+
+def _check_loss(name: str, own: _OwnRun, ids: Tensor, router: Router | None, kind: torch.dtype) -> None:
+    """The loss the model itself returns is ours: nothing is added to it that we would drop."""
+    if own.loss is None:
+        return
+    expected = cross_entropy(own.logits[0, :-1], ids[0, 1:]).mean()
+    if router is not None and own.router_logits is not None:
+        balance = Balance(router)
+        balance.count(own.router_logits, None)
+        expected = expected + router.coefficient * balance.total()
+    if not _distance(expected, own.loss) <= NOISE[kind]:
+        raise Unsupported(
+            f"{name}: its own loss is {float(own.loss):.6g} where cross-entropy and what its config asks for give "
+            f"{float(expected):.6g}; it adds something to its loss that is not known here"
+        )
 
 
 def _chunked_run(parts: Parts, ids: Tensor, chunk: int, length: int) -> tuple[Tensor, _Probe]:

@@ -38,7 +38,6 @@ class PassContext:
     past: TieredPast
     profile: Profile
     config: ChunkConfig
-    last_index: int
     kept_chunks: range
     index: int = 0
     phase: str = "fill"
@@ -53,6 +52,8 @@ class PassContext:
     def begin(self, index: int, phase: str, documents: Tensor | None, first_token: int) -> None:
         self.index, self.phase, self.documents, self.first_token = index, phase, documents, first_token
         self.calls.clear()
+        if phase == "walk":  # what frozen layers never took back belongs to chunks that are done
+            self.kept = {kept: outputs for kept, outputs in self.kept.items() if kept <= index}
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, mask: object, scale: float, sinks: Tensor | None
@@ -68,7 +69,7 @@ class PassContext:
         if self.phase == "fill":
             self.past.append(layer, k.detach(), v.detach())
         else:
-            self.past.compare(layer, k)
+            self.past.compare(layer, k, v)
         selected = self._selected(layer, facts.window, q, k)
         if self.skip_tail and self.phase == "fill" and self.calls.total() == len(self.profile.layers):
             raise _TailSkipped
@@ -193,6 +194,11 @@ class DecoderStep:
         if balance is None:
             return loss
         logits = output.router_logits
+        if phase == "walk" and reentrant_checkpointing(self.parts.decoder):
+            raise Unsupported(
+                "reentrant activation checkpointing hides the router's logits from the load-balancing loss: enable "
+                'checkpointing with {"use_reentrant": False}, or set output_router_logits=False'
+            )
         last = index == len(self.chunks) - 1
         if phase == "fill" or last:
             balance.count(logits, real)
@@ -204,3 +210,15 @@ class DecoderStep:
         if last:
             loss = loss + coefficient * balance.total()
         return loss
+
+
+def reentrant_checkpointing(decoder: nn.Module) -> bool:
+    """Whether any layer of a decoder in training is checkpointed in the way that runs its forward without grad."""
+    functions = [
+        module._gradient_checkpointing_func
+        for module in decoder.modules()
+        if module.training
+        and getattr(module, "gradient_checkpointing", False)
+        and hasattr(module, "_gradient_checkpointing_func")
+    ]
+    return any(getattr(function, "keywords", {}).get("use_reentrant", True) for function in functions)

@@ -220,19 +220,21 @@ class TieredPast:
                 begin = max(pages.first_token - self.start, 0)
                 into.copy_(new[:, begin : begin + into.shape[1]])
 
-    def compare(self, layer: int, k: Tensor) -> None:
-        """Note how far the recomputed keys are from the stored ones; the walk's end reads it, in one
-        synchronization.
-        """
+    def compare(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Note how far recomputed keys and values are from the stored ones; the walk's end reads it, all at once."""
         if not self.check or self.stop == self.bounds[-1][1]:
             return
         for pages in self.ranges:
-            stored = pages.tokens(pages.kv[layer][0], self.start, self.stop)
-            begin = max(pages.first_token - self.start, 0)
-            new = k.detach()[:, begin : begin + stored.shape[1]].float()
-            if new.numel():
-                error = (new - stored.to(new.device).float()).norm() / new.norm().clamp_min(1e-30)
-                self.mismatch[layer] = torch.maximum(self.mismatch.get(layer, error), error)
+            for rows, recomputed in zip(pages.kv[layer], (k, v), strict=True):
+                stored = pages.tokens(rows, self.start, self.stop)
+                begin = max(pages.first_token - self.start, 0)
+                new = recomputed.detach()[:, begin : begin + stored.shape[1]].float()
+                if new.numel():
+                    stored = stored.to(new.device).float()
+                    error = (new - stored).norm() / new.norm().clamp_min(1e-30)
+                    # what was not finite in the fill cannot be compared; the loss will show it
+                    error = torch.where(stored.isfinite().all(), error.nan_to_num(nan=torch.inf), 0.0)
+                    self.mismatch[layer] = torch.maximum(self.mismatch.get(layer, error), error)
 
     def _resident(self, pages: PageRange, layer: int, phase: str, first: int, last: int) -> Segment:
         slots = pages.slots[:, first:last]
@@ -284,7 +286,7 @@ def raise_on_mismatch(mismatch: dict[int, Tensor], layers: dict[int, LayerFacts]
     for layer, error in sorted(zip(mismatch, errors, strict=True)):
         if error > MISMATCH.get(layers[layer].dtype, MISMATCH_16_BIT):
             raise RuntimeError(
-                f"layer {layer}: the keys recomputed in the walk differ from those of the fill by {error:.2e} "
+                f"layer {layer}: keys or values recomputed in the walk differ from those of the fill by {error:.2e} "
                 f"(relative): "
                 "something is not the same in the two passes (weights changed between forward and backward, or "
                 "an operation "
