@@ -389,13 +389,18 @@ def test_forward_only_when_no_gradient_can_be_asked_for(mode: str) -> None:
         return model(chunk, h)
 
     model.requires_grad_(mode != "frozen")
-    outer = torch.inference_mode("inference" in mode)
-    inner = torch.set_grad_enabled(mode in ("frozen", "grad in inference"))
-    with outer, inner:
+
+    def outer():
+        return torch.inference_mode("inference" in mode)
+
+    def inner():  # made anew for each use: it takes effect when it is made, not when it is entered
+        return torch.set_grad_enabled(mode in ("frozen", "grad in inference"))
+
+    with outer(), inner():
         loss = chunk_recurrent(step, x.split(3, 1), State(model.start(2)), params=model.parameters())
     assert not loss.requires_grad and phases == ["fill"] * 3
     assert_same([loss], [expected])
-    with outer, inner if mode != "frozen" else torch.no_grad():
+    with outer(), inner() if mode != "frozen" else torch.no_grad():
         again = chunk_recurrent_backward(step, x.split(3, 1), State(model.start(2)))
     assert phases == ["fill"] * 6
     assert_same([again], [expected])
@@ -464,3 +469,25 @@ def test_on_a_device_whose_backward_runs_in_another_thread() -> None:
     chunk_recurrent(model.step, x.split(2, 1), State(model.start(2)), params=model.parameters()).backward(inputs=[x])
     assert all(leaf.grad is None for leaf in leaves[:-1])
     assert_same([x.grad], grads[-1:])
+
+
+def test_hooks_on_parameters_see_gradients_of_every_chunk_and_never_none() -> None:
+    model, x, leaves = recurrent()
+    oracle(model, x).backward()
+    expected = take_grads(leaves)
+    first, second, *_ = [p for p in model.parameters() if p.requires_grad]
+    place = [leaf is first for leaf in leaves].index(True)
+    seen: list[Tensor] = []
+    collected: list[Tensor] = []
+
+    def collect(param: Tensor) -> None:  # as fp32 main gradients do
+        collected.append(param.grad.clone())
+        param.grad = None
+
+    first.register_hook(seen.append)
+    second.register_post_accumulate_grad_hook(collect)
+    loss_of(model, x).backward()
+    assert_same([sum(seen), sum(collected)], [expected[place], expected[place + 1]])
+    first.grad = None
+    loss_of(model, x).backward(inputs=[first])
+    assert_same([first.grad], [expected[place]])

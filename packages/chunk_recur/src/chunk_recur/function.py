@@ -110,7 +110,16 @@ class _WalkBack(torch.autograd.Function):
             raise RuntimeError("chunk_recurrent has no second derivative; call backward without create_graph=True")
         with _only_into(_wanted(ctx), ctx.params):
             grads = ctx.engine.walk(grad)
-        return (None, None, None, *[None] * len(ctx.params), *grads)
+        return (None, None, None, *map(_returned, ctx.params), *grads)
+
+
+def _returned(param: Tensor) -> Tensor | None:
+    """What the Function gives back for a parameter whose gradient the walk has accumulated.
+
+    Nothing; but hooks would be called with None, so a parameter that has some gets zeros.
+    """
+    hooked = param._backward_hooks or param._post_accumulate_grad_hooks
+    return torch.zeros_like(param) if hooked else None
 
 
 def _wanted(ctx: Any) -> list[bool]:
