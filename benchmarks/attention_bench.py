@@ -13,7 +13,7 @@ from triton.testing import do_bench, do_bench_cudagraph
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages/paged_kv/src"))
 
-from paged_kv import Segment, function
+from paged_kv import Segment
 from paged_kv.past import Geometry
 
 DEVICE = "cuda"
@@ -77,12 +77,12 @@ class Bench:
         return Segment(self.first, self.pages_k, self.pages_v, slots, runs, self.dk, self.dv, slots, runs)
 
     def forward(self, backend) -> tuple[Tensor, Tensor]:
-        out, lse = backend.forward(self.q, self.k, self.v, iter([self.segment]), self.geometry)
-        return (out, lse) if self.sinks is None else function._apply_sinks(out, lse, self.sinks)
+        more = {} if self.sinks is None else {"sinks": self.sinks}
+        return backend.forward(self.q, self.k, self.v, iter([self.segment]), self.geometry, **more)
 
     def backward(self, backend, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.sinks is not None:
-            function._sinks_grad(self.dout, out, lse, self.sinks)
+            backend.sinks_grad(self.dout, out, lse, self.sinks)
         return backend.backward(
             self.dout, self.q, self.k, self.v, out, lse, iter([self.segment]), self.geometry,
             past_grad=True, accumulate="owner",

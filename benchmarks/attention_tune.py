@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from attention_bench import DENSE, DEVICE, NARROW, Bench, Config, median_ms
 
-from paged_kv import triton_attention, triton_launch
+from paged_kv import triton_attention, triton_launch, triton_problem
 from paged_kv.triton_tiles import Tile, tile_for
 
 
@@ -32,7 +32,7 @@ def tile_override(kernel: str, tile: Tile | None):
     def choose(name, *args, **kwargs):
         return tile if tile is not None and name == kernel else tile_for(name, *args, **kwargs)
 
-    with mock.patch.object(triton_launch, "tile_for", choose):
+    with mock.patch.object(triton_problem, "tile_for", choose):
         yield
 
 
@@ -55,8 +55,8 @@ def run_kernel(bench: Bench, kernel: str):
     out, lse = bench.forward(triton_attention)
     if kernel == "fwd":
         return lambda: bench.forward(triton_attention)
-    problem = triton_launch.Problem.of(bench.q, bench.k, bench.v, bench.geometry)
-    rows = triton_launch.Rows.prepare(problem, bench.dout, out, lse)
+    problem = triton_problem.Problem.of(bench.q, bench.k, bench.v, bench.geometry)
+    rows = triton_problem.Rows.prepare(problem, bench.dout, out, lse)
     dq = torch.empty_like(bench.q)
     own = [torch.empty(bench.k.shape, device=DEVICE) for _ in range(2)]
 

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paged_kv import triton_launch, triton_merge
+from paged_kv import triton_launch, triton_merge, triton_problem, triton_sinks
 from paged_kv.triton_tiles import tile_for
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -23,7 +23,8 @@ KERNELS = {
     "fwd": triton_launch._paged_attention_fwd_kernel,
     "dkdv": triton_launch._paged_attention_dkdv_kernel,
     "dq": triton_launch._paged_attention_dq_kernel,
-    "prepare": triton_launch._prepare_bwd_kernel,
+    "prepare": triton_problem._prepare_bwd_kernel,
+    "sinks": triton_sinks._sinks_bwd_kernel,
     "merge_parts": triton_merge._merge_parts_kernel,
     "merge_two": triton_merge._merge_two_kernel,
     "add_to_pages": triton_merge._add_to_pages_kernel,
@@ -39,6 +40,8 @@ def describe(name, dtype, flags, constants):
     dim = constants.get("DIM")
     if name in KEYS:
         return f"tensordesc<{dtype}[1, 1, {constants['BLOCK_N']}, {dim}]>"
+    if name in ("q_rows", "dout_rows") and not constants["PACKED"]:
+        return f"*{dtype}"
     if name in ("q_rows", "dout_rows"):
         return f"tensordesc<{dtype}[1, {constants['BLOCK_M']}, {dim}]>"
     if name in INPUTS or (name in OUTPUTS and "split" not in flags):
@@ -56,9 +59,11 @@ def constants_of(kernel, dim, dtype, flags, capability):
     if kernel.startswith("merge"):
         parts = {"PARTS": 4} if kernel == "merge_parts" else {}
         return {"HEADS": 28, "HEAD_DIM": dim, "DIM": triton.next_power_of_2(dim), "BLOCK": 32} | parts, 4, 3
+    if kernel == "sinks":
+        return {"HEADS": 28, "HEAD_DIM": dim, "DIM": triton.next_power_of_2(dim), "BLOCK": 64}, 4, 3
     shape = {"GROUPS": 4, "REPEAT": 7, "HEAD_DIM": dim, "DIM": triton.next_power_of_2(dim)}
     if kernel == "prepare":
-        return shape | {"BLOCK_M": 64}, 4, 3
+        return shape | {"BLOCK_M": 64, "PACK": "narrow" not in flags}, 4, 3
     narrow = "narrow" in flags
     tile = tile_for(kernel, shape["DIM"], DTYPES[dtype], capability, narrow=narrow)
     values = shape | {
@@ -67,9 +72,11 @@ def constants_of(kernel, dim, dtype, flags, capability):
         "PRECISION": tile.precision,
     }  # fmt: skip
     if kernel == "dkdv":
-        return values | {"PAST": True, "ATOMIC": "atomic" in flags}, tile.warps, tile.stages
+        return values | {"PACKED": not narrow, "PAST": True, "ATOMIC": "atomic" in flags}, tile.warps, tile.stages
     values |= {"CARRY": "carry" in flags, "SPLIT": "split" in flags}
-    return values | ({"AHEAD": tile.ahead} if kernel == "fwd" else {}), tile.warps, tile.stages
+    if kernel == "dq":
+        return values | {"PACKED": not narrow}, tile.warps, tile.stages
+    return values | {"AHEAD": tile.ahead, "SINKS": "sinks" in flags}, tile.warps, tile.stages
 
 
 def compile_one(arch, name):

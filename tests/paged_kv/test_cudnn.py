@@ -11,10 +11,10 @@ import torch
 from tests.paged_kv.backend_case import Case
 from tests.paged_kv.oracle import poisoned
 
-from paged_kv import cudnn, triton_launch
+from paged_kv import cudnn, triton_problem
 from paged_kv.past import Geometry
 
-pytestmark = pytest.mark.skipif(not triton_launch.INTERPRETED, reason="the merges are compiled in this process")
+pytestmark = pytest.mark.skipif(not triton_problem.INTERPRETED, reason="the merges are compiled in this process")
 
 
 def weights(q, k, scale, causal):

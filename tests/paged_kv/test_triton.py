@@ -1,5 +1,6 @@
 """The Triton backend in the interpreter, against dense attention in float64. Races and bfloat16: test_cuda.py."""
 
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -10,11 +11,11 @@ from tests.paged_kv.backend_case import Case
 from tests.paged_kv.oracle import Problem, SplitPast, poisoned, pool_for
 from tests.paged_kv.test_reference import Largest, expected, walk, weight_for
 
-from paged_kv import PagedKV, paged_attention, triton_attention, triton_launch, triton_merge
+from paged_kv import PagedKV, function, paged_attention, triton_attention, triton_launch, triton_merge, triton_problem
 from paged_kv.past import Geometry
 from paged_kv.triton_tiles import Tile, tile_for
 
-pytestmark = pytest.mark.skipif(not triton_launch.INTERPRETED, reason="kernels are compiled in this process")
+pytestmark = pytest.mark.skipif(not triton_problem.INTERPRETED, reason="kernels are compiled in this process")
 
 # Small tiles, so that small problems have edges, middles and several waves.
 TILES = {
@@ -29,7 +30,7 @@ TILES = {
 
 
 def with_tiles(name):
-    return mock.patch.object(triton_launch, "tile_for", lambda kernel, *a, **k: TILES[name][kernel])
+    return mock.patch.object(triton_problem, "tile_for", lambda kernel, *a, **k: TILES[name][kernel])
 
 
 @st.composite
@@ -94,7 +95,7 @@ def test_sequences_that_share_a_page_are_both_counted():
 def test_launches_know_whether_sequences_may_share_a_page():
     case = Case(batch=2, lengths=(100, 70), shuffle=False)
     grads = (case.earlier, case.earlier)
-    problem = triton_launch.Problem.of(case.q, case.k, case.v, case.geometry)
+    problem = triton_problem.Problem.of(case.q, case.k, case.v, case.geometry)
     (segment,) = case.segments(grads)
     assert triton_launch._disjoint(problem, segment)
     case.runs = (0, 1)
@@ -163,15 +164,36 @@ def test_nothing_of_the_size_of_the_past_is_allocated():
     """The host side alone: the interpreter copies every argument. test_cuda.py measures the real peak."""
     case = Case(lengths=(60000,), tokens=1, heads=1, groups=1, dtype=torch.float16)
     grads = (case.earlier.clone(), case.earlier.clone())
-    kernels = [name for name in vars(triton_launch) if name.endswith("_kernel")]
-    assert len(kernels) == 4
-    with mock.patch.multiple(triton_launch, **{name: mock.MagicMock() for name in kernels}), Largest() as largest:
+    with ExitStack() as stack:
+        largest = stack.enter_context(Largest())
+        for module in (triton_launch, triton_problem):
+            kernels = [name for name in vars(module) if name.endswith("_kernel")]
+            stack.enter_context(mock.patch.multiple(module, **{name: mock.MagicMock() for name in kernels}))
         out, lse = triton_attention.forward(case.q, case.k, case.v, case.segments(), case.geometry)
         triton_attention.backward(
             case.dout, case.q, case.k, case.v, out, lse, case.segments(grads), case.geometry,
             past_grad=True, accumulate="owner",
         )  # fmt: skip
     assert largest.numel < case.pages_k.numel() // 64
+
+
+@pytest.mark.parametrize("options", [{}, {"split": 1}, {"lengths": (700,), "tokens": 3}, {"documents": "some"}])
+def test_sinks_inside_the_kernel_are_sinks_applied_afterwards(options):
+    case = Case(**({"lengths": (100,)} | options))
+    sinks = torch.linspace(-3, 3, case.heads)
+    with with_tiles("split"):
+        plain = triton_attention.forward(case.q, case.k, case.v, case.segments(), case.geometry)
+        out, lse = triton_attention.forward(
+            case.q, case.k, case.v, case.segments(), case.geometry, sinks=sinks
+        )  # fmt: skip
+    true = function._apply_sinks(plain[0].clone(), plain[1], sinks)
+    assert torch.allclose(out, true[0], atol=1e-6) and torch.allclose(lse, true[1], atol=1e-5)
+    grad = triton_attention.sinks_grad(case.dout, out, lse, sinks)
+    assert torch.allclose(grad, function._sinks_grad(case.dout, out, lse, sinks), atol=1e-5)
+    nothing = torch.full_like(sinks, -torch.inf)
+    out, lse = triton_attention.forward(case.q, case.k, case.v, case.segments(), case.geometry, sinks=nothing)
+    assert torch.equal(lse.isneginf(), plain[1].isneginf()) and torch.allclose(out, plain[0], atol=1e-6)
+    assert not triton_attention.sinks_grad(case.dout, out, lse, nothing).any()
 
 
 # refusals
@@ -259,8 +281,8 @@ def test_inputs_in_any_layout():
 def test_splits_fill_the_last_wave_and_stop_there(tokens, best):
     """On 132 multiprocessors, 28 heads over 64K keys: near the time of evenly spread work, within the memory bound."""
     case = Case(tokens=tokens, heads=28, groups=4, dim=128, lengths=(0,), page=128)
-    problem = triton_launch.Problem.of(case.q, case.k, case.v, case.geometry)
-    with mock.patch.object(triton_launch.Problem, "slots", lambda self, tile: 132):
+    problem = triton_problem.Problem.of(case.q, case.k, case.v, case.geometry)
+    with mock.patch.object(triton_problem.Problem, "slots", lambda self, tile: 132):
         splits = triton_launch._splits(problem, Tile(128, 128, 8, 3), mock.Mock(limit=65536))
     assert splits == min(best, 32) and splits * problem.q.numel() * 4 <= max(2**26, problem.q.numel() * 4)
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton.backends.nvidia")
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # what one program may have
-SMALL = ["prepare/128/bf16", "merge_parts/128/bf16", "merge_two/128/bf16", "add_to_pages/128/bf16"]
+SMALL = ["prepare/128/bf16", "merge_parts/128/bf16", "merge_two/128/bf16", "add_to_pages/128/bf16", "sinks/64/bf16"]
 # Bytes of stack, where a kernel has any. On Hopper loop-invariant scalars and the last store spill, the loops over the
 # past do not. Older chips read pages through pointers, which take registers; float32 holds its operands three times.
 STATED = {
@@ -56,7 +56,8 @@ def test_every_kernel_compiles(arch):
     "names",
     [
         [f"{kernel}/{dim}/bf16" for kernel in ("fwd", "dkdv", "dq") for dim in (64, 80, 192, 256)],
-        [f"{kernel}/{dim}/bf16/narrow" for kernel in ("fwd", "dkdv", "dq") for dim in (64, 128, 256)],
+        ["prepare/64/bf16/narrow", "fwd/64/bf16/narrow/sinks"]
+        + [f"{kernel}/{dim}/bf16/narrow" for kernel in ("fwd", "dkdv", "dq") for dim in (64, 128, 256)],
         [f"{kernel}/64/fp32" for kernel in ("fwd", "dkdv", "dq")] + ["fwd/128/fp32"],
         ["fwd/128/fp16/split/carry", "dq/128/fp16/split/carry", "dkdv/128/fp16/atomic", "dkdv/64/bf16/documents"],
     ],

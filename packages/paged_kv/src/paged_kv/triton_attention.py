@@ -14,17 +14,30 @@ import torch
 from torch import Tensor
 
 from .past import Geometry, Segment
-from .triton_launch import INTERPRETED, Partial, Problem, Rows, dkdv_launch, dq_launch, forward_launch, on_device
+from .triton_launch import dkdv_launch, dq_launch, forward_launch
+from .triton_problem import INTERPRETED, Partial, Problem, Rows, on_device
+from .triton_sinks import sinks_grad
+
+__all__ = ["backward", "forward", "sinks_grad"]
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 PAGE_TOKENS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, segments: Iterable[Segment], geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Attention of the chunk over the segments' pages and its own causal block.
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Iterable[Segment],
+    geometry: Geometry,
+    *,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the chunk over the segments' pages and its own causal block, and over `sinks` if they are given.
 
-    Shapes: q [B, C, H, D]; k, v [B, C, G, D]
+    A caller that passes no sinks may apply them to the result: it is the same, for one more pass over the output.
+    Shapes: q [B, C, H, D]; k, v [B, C, G, D]; sinks [H]
     Returns: out [B, C, H, D] in q's dtype and lse [B, H, C] float32; out 0 and lse -inf where nothing is seen
     Raises: ValueError for a device, dtype, head dim, page size or option that is not supported
     """
@@ -35,7 +48,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Iterable[Segment], geomet
     carry: Partial | None = None
     with on_device(q):
         for segment, last in _with_own(segments, geometry):
-            carry = forward_launch(p, segment, carry, out, lse, own=last)
+            carry = forward_launch(p, segment, carry, out, lse, sinks, own=last)
     return out, lse
 
 

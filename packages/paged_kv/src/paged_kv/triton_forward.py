@@ -147,14 +147,15 @@ def _row_places(
 @triton.jit(do_not_specialize=["tokens", "columns", "first", "window", "splits"])
 def _paged_attention_fwd_kernel(
     q_ptr, k_own, v_own, k_pages, v_pages, slots_ptr, lengths_ptr, documents_ptr,
-    carry_ptr, carry_lse_ptr, out_ptr, lse_ptr,
+    sinks_ptr, carry_ptr, carry_lse_ptr, out_ptr, lse_ptr,
     tokens, columns, first, window, splits, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     ONE_LOOP: tl.constexpr, CARRY: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr, AHEAD: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row tiles, G, B * splits). CARRY: start from an earlier segment's state. OWN: the own block comes last.
+    """Grid: (row tiles, G, B * splits). CARRY: start from an earlier segment's state. OWN: the own block comes last,
+    and then the SINKS.
 
     SPLIT: program i of `splits` takes its share of the keys and writes a partial result of its own, `out[i]`, `lse[i]`.
     """
@@ -246,6 +247,16 @@ def _paged_attention_fwd_kernel(
                 acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, rest, end, low, high, tokens,
                                        scale_log2, 0, BLOCK_N, DIM, True, False, 1, PRECISION)  # fmt: skip
 
+    if SINKS:  # one more logit, whose value is zero
+        if not SPLIT or share == splits - 1:
+            head = group * REPEAT + (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)) % REPEAT
+            sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+            top = tl.maximum(m, sink)
+            top = tl.where(top == float("-inf"), 0.0, top)
+            shrink = tl.math.exp2(m - top)
+            l = l * shrink + tl.math.exp2(sink - top)
+            acc = acc * shrink[:, None]
+            m = top
     unseen = l == 0.0
     out = acc / tl.where(unseen, 1.0, l)[:, None]
     lse = tl.where(unseen, float("-inf"), (m + tl.math.log2(tl.where(unseen, 1.0, l))) * 0.6931471805599453)

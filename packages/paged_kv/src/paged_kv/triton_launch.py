@@ -1,130 +1,39 @@
-"""Launches of the Triton kernels: descriptors, grids, splits, and the records that several launches share.
+"""Launches of the Triton kernels: descriptors of pages, grids, and how keys are shared out.
 
 Letters: B batch · C chunk tokens · N pages · P tokens a page · H query heads · G KV heads · R = H / G · D head dim
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .past import Geometry, Segment
-from .triton_backward import _paged_attention_dkdv_kernel, _paged_attention_dq_kernel, _prepare_bwd_kernel
+from .past import Segment
+from .triton_backward import _paged_attention_dkdv_kernel, _paged_attention_dq_kernel
 from .triton_forward import _paged_attention_fwd_kernel
 from .triton_merge import merge_parts
-from .triton_tiles import Tile, tile_for
+from .triton_problem import Partial, Problem, Rows
+from .triton_tiles import Tile
 
-INTERPRETED = not isinstance(_paged_attention_fwd_kernel, triton.JITFunction)
 _LOG2E = math.log2(math.e)
 _PARTS_BYTES = 2**26  # what the float32 partial results of split keys may take
-_ROW_PADDING = 128  # LSE and delta are padded to whole row tiles of any size
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What all launches of one call share."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lengths: Tensor  # [B] int32 on the device
-    geometry: Geometry  # with a scale >= 0: its sign is in q
-    sign: float
-
-    @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Problem:
-        lengths = geometry.lengths
-        if geometry.window is not None and geometry.window >= max(lengths) + q.shape[1]:
-            geometry = replace(geometry, window=None)  # it hides nothing, and sums with it could overflow
-        if len(set(lengths)) == 1:  # a fill kernel takes the number as an argument: no copy to the device, no wait
-            on_device = torch.full((len(lengths),), lengths[0], dtype=torch.int32, device=q.device)
-        else:
-            on_device = torch.tensor(lengths, dtype=torch.int32).to(q.device, non_blocking=True)
-        sign = math.copysign(1.0, geometry.scale)
-        if sign < 0.0:  # the kernels take the largest product for the largest score
-            q, geometry = -q, replace(geometry, scale=-geometry.scale)
-        return Problem(q.contiguous(), k.contiguous(), v.contiguous(), on_device, geometry, sign)
-
-    @property
-    def batch(self) -> int:
-        return self.q.shape[0]
-
-    @property
-    def tokens(self) -> int:
-        return self.q.shape[1]
-
-    @property
-    def groups(self) -> int:
-        return self.k.shape[2]
-
-    @property
-    def repeat(self) -> int:
-        return self.q.shape[2] // self.k.shape[2]
-
-    @property
-    def dim(self) -> int:
-        return self.q.shape[3]
-
-    @property
-    def rows(self) -> int:
-        return self.tokens * self.repeat
-
-    @property
-    def documents(self) -> Tensor:
-        """The kernels' argument; any int32 tensor stands in where there are none."""
-        return self.lengths if self.geometry.documents is None else self.geometry.documents
-
-    @property
-    def window(self) -> int:
-        return self.geometry.window or 0
-
-    def tile(self, kernel: str) -> Tile:
-        capability = (9, 0) if INTERPRETED else torch.cuda.get_device_capability(self.q.device)
-        return tile_for(kernel, triton.next_power_of_2(self.dim), self.q.dtype, capability, narrow=self.narrow)
-
-    @property
-    def narrow(self) -> bool:
-        """A window of a few tiles: one masked loop beats several short ones."""
-        return self.geometry.window is not None and self.geometry.window <= 256
-
-    def slots(self, tile: Tile) -> int:
-        """How many programs run at once."""
-        if INTERPRETED:
-            return tile.per_sm
-        return tile.per_sm * torch.cuda.get_device_properties(self.q.device).multi_processor_count
-
-    def constants(self, tile: Tile) -> dict[str, Any]:
-        geometry = self.geometry
-        return {
-            "GROUPS": self.groups,
-            "REPEAT": self.repeat,
-            "HEAD_DIM": self.dim,
-            "DIM": triton.next_power_of_2(self.dim),
-            "PAGE": geometry.page_tokens,
-            "BLOCK_M": tile.rows,
-            "BLOCK_N": min(tile.keys, geometry.page_tokens),
-            "WINDOW": geometry.window is not None,
-            "DOCUMENTS": geometry.documents is not None,
-            "ONE_LOOP": self.narrow,
-            "STAGES": tile.stages,
-            "PRECISION": tile.precision,
-            "num_warps": tile.warps,
-            "num_stages": tile.stages,
-            "enable_fp_fusion": True,
-        }
 
 
 def forward_launch(
-    p: Problem, segment: Segment | None, carry: Partial | None, out: Tensor, lse: Tensor, *, own: bool
+    p: Problem,
+    segment: Segment | None,
+    carry: Partial | None,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    *,
+    own: bool,
 ) -> Partial | None:
     """One forward launch; returns the state for the next, or None when `out` and `lse` are done."""
     tile = p.tile("fwd")
@@ -135,9 +44,10 @@ def forward_launch(
     grid = (triton.cdiv(p.rows, tile.rows), p.groups, p.batch * splits)
     _paged_attention_fwd_kernel[grid](
         p.q, *keys.own, *keys.pages, keys.slots, p.lengths, p.documents,
-        carry.out if carry else lse, carry.lse if carry else lse, parts.out, parts.lse,
+        lse if sinks is None else sinks, carry.out if carry else lse, carry.lse if carry else lse, parts.out, parts.lse,
         p.tokens, keys.columns, keys.first, p.window, splits, p.geometry.scale * _LOG2E,
-        CARRY=carry is not None, OWN=own, SPLIT=splits > 1, AHEAD=tile.ahead, **p.constants(tile),
+        CARRY=carry is not None, OWN=own, SPLIT=splits > 1, AHEAD=tile.ahead,
+        SINKS=own and sinks is not None, **p.constants(tile),
     )  # fmt: skip
     if splits > 1:
         merge_parts(parts.out, parts.lse, target.out, target.lse)
@@ -155,11 +65,12 @@ def dq_launch(
     parts = target if splits == 1 else torch.empty(splits, *p.q.shape, device=p.q.device, dtype=torch.float32)
     grid = (triton.cdiv(p.rows, tile.rows), p.groups, p.batch * splits)
     _paged_attention_dq_kernel[grid](
-        *rows.descriptors(tile), *keys.own, *keys.pages, keys.slots, p.lengths, p.documents, rows.lse, rows.delta,
+        *rows.sources(tile), *keys.own, *keys.pages, keys.slots, p.lengths, p.documents, rows.lse, rows.delta,
         rows.lse if carry is None else carry, parts,
         p.tokens, rows.lse.shape[1], keys.columns, keys.first, p.window, splits,
         p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
-        CARRY=carry is not None, OWN=own, SPLIT=splits > 1, **p.constants(tile),
+        CARRY=carry is not None, OWN=own, SPLIT=splits > 1,
+        PACKED=rows.packed, **p.constants(tile),
     )  # fmt: skip
     if splits > 1:
         target.copy_(parts.sum(0))
@@ -187,11 +98,12 @@ def dkdv_launch(
     together = p.batch == 1 or segment is None or _disjoint(p, segment)
     for batch, count in [(0, p.batch)] if together else [(b, 1) for b in range(p.batch)]:
         _paged_attention_dkdv_kernel[past_tiles + own_tiles, p.groups, count * splits](
-            *rows.descriptors(tile), *keys.own, *keys.pages, keys.slots, grads[2].contiguous(), p.lengths, p.documents,
+            *rows.sources(tile), *keys.own, *keys.pages, keys.slots, grads[2].contiguous(), p.lengths, p.documents,
             bounds, rows.lse, rows.delta, grads[0], grads[1], dk, dv,
             batch, p.tokens, rows.lse.shape[1], keys.columns, keys.first, p.window, past_tiles,
             past_tiles + own_tiles, splits, p.geometry.scale, p.geometry.scale * _LOG2E,
-            PAST=past_tiles > 0, OWN=own, ATOMIC=accumulate == "atomic", **p.constants(tile),
+            PAST=past_tiles > 0, OWN=own, PACKED=rows.packed, ATOMIC=accumulate == "atomic",
+            **p.constants(tile),
         )  # fmt: skip
 
 
@@ -242,19 +154,6 @@ def _splits(p: Problem, tile: Tile, keys: _Keys) -> int:
 
 
 @dataclass(frozen=True)
-class Partial:
-    """A float32 output over some of the keys and its LSE: what launches pass on, or what is merged."""
-
-    out: Tensor
-    lse: Tensor
-
-    @staticmethod
-    def empty(p: Problem, *parts: int) -> Partial:
-        make = partial(torch.empty, device=p.q.device, dtype=torch.float32)
-        return Partial(make(*parts, *p.q.shape), make(*parts, p.batch, p.q.shape[2], p.tokens))
-
-
-@dataclass(frozen=True)
 class _Keys:
     """The keys of one launch as its kernel reads them; without a segment the pages stand in and are never read."""
 
@@ -288,41 +187,3 @@ def _descriptor(pages: Tensor, block: int) -> TensorDescriptor:
     slots, tokens, groups, dim = pages.shape
     strides = [tokens * groups * dim, dim, groups * dim, 1]
     return TensorDescriptor(pages, [slots, groups, tokens, dim], strides, [1, 1, block, triton.next_power_of_2(dim)])
-
-
-@dataclass(frozen=True)
-class Rows:
-    """q and dout laid out by KV head, and what the backward needs of each row.
-
-    Shapes: q, dout [B * G, C * R, D]; lse, delta [B * G, padded rows] float32
-    """
-
-    q: Tensor
-    dout: Tensor
-    lse: Tensor
-    delta: Tensor
-
-    def descriptors(self, tile: Tile) -> tuple[TensorDescriptor, TensorDescriptor]:
-        block = [1, tile.rows, triton.next_power_of_2(self.q.shape[2])]
-        return TensorDescriptor.from_tensor(self.q, block), TensorDescriptor.from_tensor(self.dout, block)
-
-    @staticmethod
-    def prepare(p: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> Rows:
-        blocks = p.batch * p.groups
-        padded = triton.cdiv(p.rows, _ROW_PADDING) * _ROW_PADDING
-        state = Rows(
-            *(torch.empty(blocks, p.rows, p.dim, device=p.q.device, dtype=p.q.dtype) for _ in range(2)),
-            *(torch.empty(blocks, padded, device=p.q.device, dtype=torch.float32) for _ in range(2)),
-        )
-        block = 64
-        with on_device(p.q):
-            _prepare_bwd_kernel[(padded // block, p.groups, p.batch)](
-                p.q, out.contiguous(), dout.contiguous(), lse.contiguous(), state.q, state.dout, state.lse,
-                state.delta, p.tokens, padded, GROUPS=p.groups, REPEAT=p.repeat, HEAD_DIM=p.dim,
-                DIM=triton.next_power_of_2(p.dim), BLOCK_M=block, num_warps=4,
-            )  # fmt: skip
-        return state
-
-
-def on_device(q: Tensor) -> contextlib.AbstractContextManager[None]:
-    return torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext()
