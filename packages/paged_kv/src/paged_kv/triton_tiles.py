@@ -1,6 +1,6 @@
 """The tile table: how large a tile each kernel takes, by head dim, dtype and chip. Edit here, and nowhere else.
 
-Measured on an H200 with `benchmarks/attention.py --tune`; other chips get the same tiles where they fit.
+`benchmarks/attention.py --tune` says which tiles win on a chip; chips that nobody measured get tiles that fit.
 """
 
 from __future__ import annotations
