@@ -140,21 +140,20 @@ def main() -> None:
     arguments = parser.parse_args()
     liger = use_liger()
     model = build(arguments.layers)
-    rows = []
-    for name in arguments.systems:
-        measure(name, model, 16384)  # compilation, autotuning, library handles
-        for tokens in arguments.tokens:
-            row = measure(name, model, tokens)
-            rows.append(row)
-            print(json.dumps(row), flush=True)
     machine = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "liger": liger,
         "layers": arguments.layers,
     }
-    if arguments.out:
-        arguments.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    rows = []
+    for name in arguments.systems:
+        measure(name, model, 16384)  # compilation, autotuning, library handles
+        for tokens in arguments.tokens:
+            rows.append(measure(name, model, tokens))
+            print(json.dumps(rows[-1]), flush=True)
+            if arguments.out:
+                arguments.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     times = {(r["system"], r["tokens"]): r.get("seconds") for r in rows}
     print(
         f"{machine}\n{'system':32s} {'tokens':>8s} {'seconds':>8s} {'/ rival':>8s} {'peak GiB':>9s} {'grad norm':>10s}"

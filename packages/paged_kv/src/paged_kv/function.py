@@ -24,6 +24,8 @@ class Backend(Protocol):
     `forward` returns out [B, C, H, D] in q's dtype and lse [B, H, C] in float32 (float64 for float64); a row that sees
     nothing has out = 0 and lse = -inf. `backward` is given the global out and lse (all segments, own block and sink
     included) and adds into the segments' dk and dv when `past_grad`; it returns dq, dk_own and dv_own, new tensors.
+    A backend that also has `sinks_grad(dout, out, lse, sinks)` takes `sinks` in its forward; for others they are applied
+    here.
     """
 
     def forward(
@@ -93,7 +95,7 @@ class PagedAttention(torch.autograd.Function):
                 ctx.spent = own is not None or any(geometry.lengths)
                 dk, dv = _with_own_grad(dk, dv, own, k, lse.dtype)
         if need_sinks:
-            dsinks = _sinks_grad(dout, out, lse, sinks)
+            dsinks = getattr(call.backend, "sinks_grad", _sinks_grad)(dout, out, lse, sinks)
         if call.kept is not None:
             call.kept.pop(call.layer, None)
         return dq if need_q else None, dk if need_k else None, dv if need_v else None, dsinks, None
@@ -106,9 +108,13 @@ def _kept_or_computed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cal
         if out.is_inference():  # filled under inference_mode; autograd cannot save such a tensor
             out, lse = out.clone(), lse.clone()
         return out.detach(), lse.detach()
+    fused = sinks is not None and hasattr(call.backend, "sinks_grad")
     with _plain_math(q), _segments(call, q, k, "forward") as segments:
-        out, lse = call.backend.forward(q, k, v, segments, call.geometry)
-    if sinks is not None:
+        if fused:
+            out, lse = call.backend.forward(q, k, v, segments, call.geometry, sinks=sinks)
+        else:
+            out, lse = call.backend.forward(q, k, v, segments, call.geometry)
+    if sinks is not None and not fused:
         out, lse = _apply_sinks(out, lse, sinks)
     if call.kept is not None:
         call.kept[call.layer] = (out.detach(), lse)

@@ -56,6 +56,11 @@ class PagedKV:
         return self._starts
 
     @property
+    def contiguous(self) -> bool:
+        """Whether every sequence's past lies in consecutive slots, which vendor kernels need."""
+        return self._columns(0).runs is not None
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         return tuple(end - start for start, end in zip(self._starts, self._ends))
 
