@@ -24,8 +24,8 @@ class Backend(Protocol):
     `forward` returns out [B, C, H, D] in q's dtype and lse [B, H, C] in float32 (float64 for float64); a row that sees
     nothing has out = 0 and lse = -inf. `backward` is given the global out and lse (all segments, own block and sink
     included) and adds into the segments' dk and dv when `past_grad`; it returns dq, dk_own and dv_own, new tensors.
-    A backend that also has `sinks_grad(dout, out, lse, sinks)` takes `sinks` in its forward; for others they are applied
-    here.
+    A backend that also has `sinks_grad(dout, out, lse, sinks)` takes `sinks` in its forward; for others they are
+    applied here.
     """
 
     def forward(

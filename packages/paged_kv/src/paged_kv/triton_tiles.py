@@ -61,8 +61,8 @@ _SMALL = {
     ("dq", 128): Tile(64, 32, 8, 1),
     ("dq", 256): Tile(32, 16, 8, 1),
 }
-# float32 runs on the ordinary units. Three tf32 products would be about as exact and faster, but dK and dV so computed read
-# outside their memory on Hopper (docs/log.md).
+# float32 runs on the ordinary units. Three tf32 products would be about as exact and faster, but dK and dV so computed
+# read outside their memory on Hopper (docs/log.md).
 _FLOAT32 = {
     ("fwd", 64): Tile(64, 32, 8, 1),
     ("fwd", 128): Tile(64, 32, 8, 1),
