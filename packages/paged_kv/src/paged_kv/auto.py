@@ -14,7 +14,7 @@ from torch import Tensor
 from .past import Geometry, PastSource
 
 _TRITON_DIMS = (64, 80, 96, 128, 192, 256)
-_CUDNN_DIMS = (64, 80, 96, 128)  # wider ones exist on some chips; Triton is as fast there
+_CUDNN_DIMS = (64, 128)  # 256 on some chips only
 _CUDNN_LEAST_TOKENS = 256  # below that a launch and a merge cost more than the faster products save
 
 

@@ -111,7 +111,8 @@ def merge_parts(parts: Tensor, parts_lse: Tensor, out: Tensor, lse: Tensor) -> N
 
 
 def merge_two(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Join two partial outputs; `out` and `lse` may be one of the inputs.
+    """Join two partial outputs. `out` and `lse` must be new: where several warps share a row, one that is done would
+    overwrite the LSE that another has yet to read.
 
     Shapes: a, b, out [B, C, H, D], contiguous, of any dtype; a_lse, b_lse, lse [B, H, C] float32, contiguous
     """
