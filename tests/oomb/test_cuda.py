@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tests.dense import dense_loss
 from tests.models import COMMON, VOCAB, build, configs
 from tests.numerics import gradient_errors, gradients
+from tests.oomb.test_exact import ROPES
 
 from oomb import ChunkConfig, chunked_backward
 
 pytestmark = pytest.mark.cuda
 NAMES = sorted(configs())
+DEVICE = "cuda"
 
 
 def wide(name: str):
@@ -30,7 +33,7 @@ def wide(name: str):
 
 
 def tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(0)).cuda()
+    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
 
 def record(request, **row) -> None:
@@ -44,7 +47,7 @@ def record(request, **row) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_architecture(request, name, dtype, backend):
-    low = build(wide(name), dtype=dtype, device="cuda")
+    low = build(wide(name), dtype=dtype, device=DEVICE)
     exact = copy.deepcopy(low).double()
     ids = tokens(2, 333)
     dense_loss(exact, ids).backward()
@@ -58,9 +61,100 @@ def test_every_architecture(request, name, dtype, backend):
     assert error <= (1e-5 if dtype == torch.float32 else 2 * dense)
 
 
+def padded(ids):
+    mask = (torch.arange(ids.shape[1]) < torch.tensor([ids.shape[1], 150])[:, None]).long().to(ids.device)
+    return {"attention_mask": mask}
+
+
+def packed(ids):
+    cuts = torch.tensor([40, 41, 220])
+    documents = torch.bucketize(torch.arange(ids.shape[1]), cuts, right=True).expand(ids.shape[0], -1)
+    return {"document_ids": documents.to(ids.device)}
+
+
+VARIANTS = {
+    "chunk of one": ({"chunk_tokens": 1}, 70, None, None),
+    "chunk over all": ({"chunk_tokens": 512}, 333, None, None),
+    "right padding": ({}, 333, padded, None),
+    "packed documents": ({}, 333, packed, None),
+    "host pages": ({"gpu_kv_budget_bytes": 100_000, "segment_tokens": 64}, 333, None, None),
+    "kept outputs": ({"keep_outputs_bytes": 10**9}, 333, None, None),
+    "checkpointing": ({}, 333, None, {"use_reentrant": False}),
+    "reentrant checkpointing": ({}, 333, None, {"use_reentrant": True}),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen2_window", "gpt_oss", "llama_tied"])
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_every_variant(request, name, dtype, backend, variant):
+    change, length, more, checkpointing = VARIANTS[variant]
+    low = build(wide(name), dtype=dtype, device=DEVICE)
+    exact = copy.deepcopy(low).double()
+    ids = tokens(2, length)
+    arguments = {} if more is None else more(ids)
+    dense_loss(exact, ids, **arguments).backward()
+    reference = gradients(exact)
+    dense_loss(low, ids, **arguments).backward()
+    dense = gradient_errors(gradients(low), reference)[0]
+    if checkpointing is not None:
+        low.gradient_checkpointing_enable(checkpointing)
+        low.enable_input_require_grads()
+    config = ChunkConfig(
+        **{"chunk_tokens": 100, "page_tokens": 64, "backend": backend, "fp32_main_grads": True} | change
+    )
+    chunked_backward(low, ids, config=config, **arguments)
+    error, worst = gradient_errors(gradients(low), reference)
+    record(request, name=name, dtype=str(dtype), backend=backend, error=error, worst=worst, dense=dense)
+    assert error <= (1e-5 if dtype == torch.float32 else 2 * dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("rope", sorted(ROPES))
+def test_every_rope(request, rope, dtype):
+    config = wide("llama")
+    factors = {"short_factor": [1.1] * 32, "long_factor": [2.0] * 32} if rope == "longrope" else {}
+    config.rope_parameters = dict(ROPES[rope]) | factors
+    config.max_position_embeddings = 16
+    low = build(config, dtype=dtype, device=DEVICE)
+    exact = copy.deepcopy(low).double()
+    ids = tokens(2, 333)
+    chunked_backward(low, ids, config=ChunkConfig(chunk_tokens=100, page_tokens=64, fp32_main_grads=True))
+    ours = gradients(low)
+    dense_loss(exact, ids).backward()
+    reference = gradients(exact)
+    dense_loss(low, ids).backward()
+    dense = gradient_errors(gradients(low), reference)[0]
+    error, worst = gradient_errors(ours, reference)
+    record(request, name=rope, dtype=str(dtype), backend="auto", error=error, worst=worst, dense=dense)
+    assert error <= (1e-5 if dtype == torch.float32 else 2 * dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_adapters(request, dtype):
+    base = build(wide("qwen2"), dtype=dtype, device=DEVICE)
+    low = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"))
+    low = low.to(dtype)
+    with torch.no_grad():
+        for key, p in low.named_parameters():
+            if "lora_B" in key:
+                p.normal_(0, 0.3)
+    exact = copy.deepcopy(low).double()
+    ids = tokens(2, 333)
+    dense_loss(exact, ids).backward()
+    reference = gradients(exact)
+    dense_loss(low, ids).backward()
+    dense = gradient_errors(gradients(low), reference)[0]
+    chunked_backward(low, ids, config=ChunkConfig(chunk_tokens=100, page_tokens=64, fp32_main_grads=True))
+    error, worst = gradient_errors(gradients(low), reference)
+    record(request, name="lora", dtype=str(dtype), backend="auto", error=error, worst=worst, dense=dense)
+    assert error <= (1e-5 if dtype == torch.float32 else 2 * dense)
+
+
 @pytest.mark.parametrize("budget", [0, 300_000])
 def test_host_pages_change_nothing(budget):
-    model, ids = build(wide("qwen2"), dtype=torch.bfloat16, device="cuda"), tokens(2, 700)
+    model, ids = build(wide("qwen2"), dtype=torch.bfloat16, device=DEVICE), tokens(2, 700)
     results = []
     for change in ({}, {"gpu_kv_budget_bytes": budget}):
         config = ChunkConfig(chunk_tokens=100, page_tokens=64, backend="triton", segment_tokens=128, **change)
@@ -74,7 +168,7 @@ def test_host_pages_change_nothing(budget):
 
 
 def test_two_runs_are_bit_identical():
-    model, ids = build(wide("gpt_oss"), dtype=torch.bfloat16, device="cuda"), tokens(1, 500)
+    model, ids = build(wide("gpt_oss"), dtype=torch.bfloat16, device=DEVICE), tokens(1, 500)
     results = []
     for _ in range(2):
         chunked_backward(model, ids, config=ChunkConfig(chunk_tokens=128, page_tokens=64, backend="triton"))
@@ -85,7 +179,7 @@ def test_two_runs_are_bit_identical():
 
 def test_device_memory_does_not_grow_with_the_context():
     """Pages on the host: only the segment buffers are on the device."""
-    model = build(wide("qwen2"), dtype=torch.bfloat16, device="cuda")
+    model = build(wide("qwen2"), dtype=torch.bfloat16, device=DEVICE)
     peaks = []
     for length in (4096, 16384):
         config = ChunkConfig(

@@ -36,7 +36,7 @@ def check(model, ids, config, *, reference=None, dense_arguments=None, limit=1e-
         assert relative(value, expected) <= limit
         total, worst = gradient_errors(ours, dense)
         assert total <= limit, total
-        assert worst <= limit * (1 if limit < 1e-8 else 10), worst
+        assert worst <= limit, worst
 
 
 @pytest.mark.parametrize("name", NAMES)
