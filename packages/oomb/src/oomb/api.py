@@ -14,13 +14,13 @@ from chunk_recur import State, chunk_recurrent, chunk_recurrent_backward
 from .batch import Batch, Chunks, prepare
 from .config import ChunkConfig
 from .held import Held
-from .hf import Parts, attention_installed, take_apart
+from .hf import Parts, Unsupported, attention_installed, take_apart
 from .loss import TokenLoss, cross_entropy
 from .main_grads import main_grads
 from .moe import Balance
 from .probe import Profile, learned_positions, probe, refuse_dropout, structure
 from .rope import HeldRope
-from .step import DecoderStep, PassContext
+from .step import DecoderStep, PassContext, reentrant_checkpointing
 from .storage import TieredPast, divide
 
 PROFILE = "_oomb_profile"
@@ -159,6 +159,11 @@ def _prepare(
     refuse_dropout(parts.causal)
     profile = _profile(parts, batch.tokens)
     chunks = batch.cut(config.chunk_length(parts.device))
+    if profile.router is not None and torch.is_grad_enabled() and reentrant_checkpointing(parts.decoder):
+        raise Unsupported(
+            "reentrant activation checkpointing hides the router's logits from the load-balancing loss: enable "
+            'checkpointing with {"use_reentrant": False}, or set output_router_logits=False'
+        )
     training = torch.is_grad_enabled() and any(p.requires_grad for p in parts.causal.parameters())
     past = _past(parts, profile, batch, chunks, config, training=training)
     kept = _kept_chunks(profile, batch, chunks, config) if training else range(0)

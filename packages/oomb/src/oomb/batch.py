@@ -44,7 +44,7 @@ class Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class Chunks(Sequence):
+class Chunks(Sequence[Chunk]):
     """The chunks of a batch, cut when asked for."""
 
     batch: Batch
@@ -57,16 +57,14 @@ class Chunks(Sequence):
         start = index * self.chunk_tokens
         return start, min(start + self.chunk_tokens, self.batch.tokens)
 
-    def __getitem__(self, index: int) -> Chunk:
+    def __getitem__(self, index: int) -> Chunk:  # type: ignore[override]
         if not 0 <= index < len(self):
             raise IndexError(index)
         start, stop = self.bounds(index)
 
-        def part(rows: Tensor | None) -> Tensor | None:
-            return None if rows is None else rows[:, start:stop]
-
-        b = self.batch
-        return Chunk(start, stop, part(b.ids), part(b.positions), part(b.targets), part(b.documents), part(b.real))
+        b, part = self.batch, slice(start, stop)
+        documents, real = (None if rows is None else rows[:, part] for rows in (b.documents, b.real))
+        return Chunk(start, stop, b.ids[:, part], b.positions[:, part], b.targets[:, part], documents, real)
 
     def __iter__(self) -> Iterator[Chunk]:
         return (self[i] for i in range(len(self)))

@@ -27,10 +27,10 @@ class Held:
     def check(self, model: nn.Module) -> None:
         """Raises: RuntimeError naming what changed since, which would make the walk differentiate another loss"""
         now = Held.of(model)
-        for before, after in zip(self.modes, now.modes, strict=False):
-            if before != after:
-                what = "train or eval mode" if before[1] != after[1] else "adapters"
-                self._refuse(f"the {what} of module {after[0] or 'the model'}")
+        for mode, mode_now in zip(self.modes, now.modes, strict=False):
+            if mode != mode_now:
+                what = "train or eval mode" if mode[1] != mode_now[1] else "adapters"
+                self._refuse(f"the {what} of module {mode_now[0] or 'the model'}")
         if len(self.modes) != len(now.modes) or len(self.parameters) != len(now.parameters):
             self._refuse("the model's modules or parameters")
         for before, after in zip(self.parameters, now.parameters, strict=True):

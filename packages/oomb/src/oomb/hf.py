@@ -97,11 +97,17 @@ class Parts:
 
     @property
     def device(self) -> torch.device:
-        return self.causal.get_input_embeddings().weight.device
+        return self._embeddings.device
+
+    @property
+    def _embeddings(self) -> Tensor:
+        weight = self.causal.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return weight
 
     @property
     def vocab_size(self) -> int:
-        return self.causal.get_input_embeddings().weight.shape[0]
+        return self._embeddings.shape[0]
 
     @property
     def label_size(self) -> int:
@@ -133,7 +139,7 @@ def take_apart(model: nn.Module) -> Parts:
             )
         if getattr(inner.active_peft_config, "alora_invocation_tokens", None) is not None:
             raise Unsupported("activated LoRA turns its adapter on at tokens that a chunk may not hold: use plain LoRA")
-        inner = inner.get_base_model()
+        inner = inner.get_base_model()  # type: ignore[operator]
     if not isinstance(inner, PreTrainedModel):
         raise Unsupported(f"expected a transformers causal language model, got {type(inner).__name__}")
     _refuse_settings(inner)

@@ -20,11 +20,12 @@ def main_grads(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     sums: dict[nn.Parameter, Tensor] = {p: p.grad.float() for p in low if p.grad is not None}
 
     def collect(p: nn.Parameter) -> None:
+        grad, p.grad = p.grad, None
+        assert grad is not None
         if p in sums:
-            sums[p].add_(p.grad)
+            sums[p].add_(grad)
         else:
-            sums[p] = p.grad.float()
-        p.grad = None
+            sums[p] = grad.float()
 
     hooks = [p.register_post_accumulate_grad_hook(collect) for p in low]
     for p in low:

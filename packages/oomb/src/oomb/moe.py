@@ -35,14 +35,14 @@ def router_of(causal: PreTrainedModel) -> Router | None:
     if not getattr(causal.config, "output_router_logits", False):
         return None
     library = getattr(sys.modules[type(causal).__module__], "load_balancing_loss_func", None)
-    experts, top_k = getattr(causal, "num_experts", None), getattr(causal, "num_experts_per_tok", None)
-    coefficient = getattr(causal, "router_aux_loss_coef", None)
     name = type(causal).__name__
-    if library is None or None in (experts, top_k, coefficient):
+    names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+    if library is None or any(getattr(causal, attribute, None) is None for attribute in names):
         raise Unsupported(
             f"{name} asks for router losses (output_router_logits) of a kind that is not known; set it to False"
         )
-    router = Router(experts, top_k, float(coefficient))
+    experts, top_k, coefficient = (getattr(causal, attribute) for attribute in names)
+    router = Router(int(experts), int(top_k), float(coefficient))
     generator = torch.Generator().manual_seed(0)
     logits = tuple(torch.randn(12, experts, generator=generator) for _ in range(3))
     mask = torch.ones(2, 6)
@@ -83,9 +83,11 @@ class Balance:
 
     def total(self) -> Tensor:
         """The loss over all that was counted, without gradient. Shapes: 0-dim"""
+        assert self.probability is not None, "nothing was counted"
         return self._loss(self.probability)
 
     def _loss(self, probability: Tensor) -> Tensor:
+        assert self.assigned is not None, "nothing was counted"
         return self.router.experts * (self.assigned * probability).sum() / (self.rows * self.rows)
 
     def _sums(self, logits: tuple[Tensor, ...], real: Tensor | None) -> tuple[Tensor, Tensor, Tensor | float]:

@@ -194,11 +194,6 @@ class DecoderStep:
         if balance is None:
             return loss
         logits = output.router_logits
-        if phase == "walk" and reentrant_checkpointing(self.parts.decoder):
-            raise Unsupported(
-                "reentrant activation checkpointing hides the router's logits from the load-balancing loss: enable "
-                'checkpointing with {"use_reentrant": False}, or set output_router_logits=False'
-            )
         last = index == len(self.chunks) - 1
         if phase == "fill" or last:
             balance.count(logits, real)
@@ -206,8 +201,10 @@ class DecoderStep:
         if phase == "walk":
             part = balance.loss(logits, real)
             part = part - part.detach()  # gradient only
+            assert loss is not None
             loss = loss + coefficient * part
         if last:
+            assert loss is not None
             loss = loss + coefficient * balance.total()
         return loss
 

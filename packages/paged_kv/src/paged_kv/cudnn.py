@@ -47,12 +47,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Iterable[Segment], geomet
         return own
     out, lse = (torch.empty_like(x) for x in own)
     for b in range(q.shape[0]):
-        part, target = ([x[b : b + 1] for x in pair] for pair in (own, (out, lse)))
+        row = slice(b, b + 1)
         if b in state:
-            merge_two(*state[b], *part, *target)
+            merge_two(*state[b], own[0][row], own[1][row], out[row], lse[row])
         else:
-            for into, x in zip(target, part):
-                into.copy_(x)
+            out[row], lse[row] = own[0][row], own[1][row]
     return out, lse
 
 

@@ -111,7 +111,7 @@ def _kept_or_computed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cal
     fused = sinks is not None and hasattr(call.backend, "sinks_grad")
     with _plain_math(q), _segments(call, q, k, "forward") as segments:
         if fused:
-            out, lse = call.backend.forward(q, k, v, segments, call.geometry, sinks=sinks)
+            out, lse = call.backend.forward(q, k, v, segments, call.geometry, sinks=sinks)  # type: ignore[call-arg]
         else:
             out, lse = call.backend.forward(q, k, v, segments, call.geometry)
     if sinks is not None and not fused:

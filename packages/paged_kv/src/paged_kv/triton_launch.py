@@ -94,6 +94,7 @@ def dkdv_launch(
     if accumulate == "atomic" and not p.narrow:
         splits = max(1, min(8, 4 * p.slots(tile) // programs))
     grads = (segment.dk, segment.dv, segment.grad_slots) if segment is not None else (dk, dv, keys.slots)
+    assert grads[2] is not None
     # Sequences that may share a page must not add to it at the same time.
     together = p.batch == 1 or segment is None or _disjoint(p, segment)
     for batch, count in [(0, p.batch)] if together else [(b, 1) for b in range(p.batch)]:

@@ -159,15 +159,15 @@ class Rows:
         q_rows, dout_rows = p.q, dout
         if packed:
             q_rows, dout_rows = (p.q.new_empty(blocks, p.rows, p.dim) for _ in range(2))
-        stats = [torch.empty(blocks, padded, device=p.q.device, dtype=torch.float32) for _ in range(2)]
+        row_lse, delta = (torch.empty(blocks, padded, device=p.q.device, dtype=torch.float32) for _ in range(2))
         block = 64
         with on_device(p.q):
             _prepare_bwd_kernel[(padded // block, p.groups, p.batch)](
-                p.q, out.contiguous(), dout, lse.contiguous(), q_rows, dout_rows, *stats, p.tokens, padded,
+                p.q, out.contiguous(), dout, lse.contiguous(), q_rows, dout_rows, row_lse, delta, p.tokens, padded,
                 GROUPS=p.groups, REPEAT=p.repeat, HEAD_DIM=p.dim, DIM=triton.next_power_of_2(p.dim), BLOCK_M=block,
                 PACK=packed, num_warps=4,
             )  # fmt: skip
-        return Rows(q_rows, dout_rows, *stats, packed)
+        return Rows(q_rows, dout_rows, row_lse, delta, packed)
 
 
 def on_device(q: Tensor) -> contextlib.AbstractContextManager[None]:
