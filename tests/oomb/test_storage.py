@@ -1,0 +1,132 @@
+"""Pages of one loss on two tiers: whatever the budget, attention reads the same tokens and gradients come back to
+them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload import HostOutOfMemory
+from oomb.probe import LayerFacts
+from oomb.storage import Budget, TieredPast, divide
+
+FACTS = LayerFacts(heads=4, kv_heads=2, head_dim=3, dtype=torch.float64, window=None)
+CPU = torch.device("cpu")
+
+
+def tiered(tokens: int, chunk: int, page: int, device_pages: int, segment: int, batch: int) -> TieredPast:
+    bounds = [(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
+    pages = -(-bounds[-1][0] // page)
+    device_pages = min(device_pages, pages)
+    host = pages - device_pages
+    nbytes = host * batch * page * 2 * 3 * 8 * 4 + 4 * 256
+    return TieredPast(
+        {0: FACTS},
+        bounds,
+        batch=batch,
+        page_tokens=page,
+        device=CPU,
+        grad_dtype=torch.float64,
+        budget=Budget(device_pages, host, nbytes if host else 0),
+        segment_tokens=segment,
+        check=True,
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    tokens=st.integers(1, 40),
+    chunk=st.integers(1, 41),
+    page=st.integers(1, 9),
+    device_pages=st.integers(0, 12),
+    segment=st.integers(1, 20),
+    batch=st.integers(1, 3),
+)
+def test_every_token_is_read_where_it_was_written_and_gets_its_gradient(
+    tokens, chunk, page, device_pages, segment, batch
+):
+    past = tiered(tokens, chunk, page, device_pages, segment, batch)
+    k, v = torch.randn(2, batch, tokens, 2, 3, dtype=torch.float64)
+    count = len(past.bounds)
+    for index in range(count - 1):
+        past.open(index, "fill")
+        past.append(0, k[:, past.start : past.stop], v[:, past.start : past.stop])
+        past.close(index, "fill")
+    expected = torch.zeros(2, batch, tokens, 2, 3, dtype=torch.float64)
+    for index in reversed(range(count)):
+        past.open(index, "walk")
+        start, stop = past.bounds[index]
+        seen = 0
+        for segment_read in past.segments(0, "backward"):
+            assert segment_read.first_page * page == seen
+            for b in range(batch):
+                slots = segment_read.slots[b].long()
+                assert slots.tolist() == list(range(segment_read.runs[b], segment_read.runs[b] + len(slots)))
+                tokens_here = min(start - seen, len(slots) * page)
+                rows = segment_read.k[slots].flatten(0, 1)[:tokens_here]
+                assert torch.equal(rows, k[b, seen : seen + tokens_here])
+                assert torch.equal(segment_read.v[slots].flatten(0, 1)[:tokens_here], v[b, seen : seen + tokens_here])
+                gradient = torch.randn(2, tokens_here, 2, 3, dtype=torch.float64)
+                expected[:, b, seen : seen + tokens_here] += gradient
+                for grads, added in zip((segment_read.dk, segment_read.dv), gradient):
+                    rows = grads[slots].flatten(0, 1)
+                    rows[:tokens_here] += added
+                    grads[slots] = rows.view(len(slots), page, 2, 3)
+            seen += len(slots) * page
+        assert seen >= start
+        own = past.own_grad(0)
+        if index < count - 1 and start < past.bounds[-1][0]:
+            assert torch.equal(torch.stack(own), expected[:, :, start:stop])
+        else:
+            assert own is None
+        past.close(index, "walk")
+    assert not past.ranges or not any(pages.kv or pages.grads for pages in past.ranges)
+
+
+@settings(deadline=None, max_examples=60)
+@given(pages=st.integers(0, 50), device=st.none() | st.integers(0, 10**6), host=st.none() | st.integers(0, 10**6))
+def test_budgets_are_kept(pages, device, host):
+    size = 2 * 2 * 4 * 2 * 3 * (8 + 4)  # k and v, batch, tokens, heads, dims, bytes of both
+    arguments = {"pages": pages, "page_tokens": 4, "batch": 2, "grad_dtype": torch.float32}
+    try:
+        budget = divide({0: FACTS}, **arguments, device_budget=device, host_budget=host)
+    except HostOutOfMemory as error:
+        assert host is not None and error.requested > host
+        return
+    assert budget.device_pages + budget.host_pages == pages
+    assert device is None or budget.device_pages * size <= device
+    assert host is None or budget.host_bytes <= host
+    assert budget.host_bytes >= budget.host_pages * size
+    assert budget.host_pages == 0 or (budget.device_pages + 1) * size > device
+
+
+def test_the_budget_of_the_host_is_enough_for_what_is_taken_from_it():
+    """The arena's lines of 256 bytes are in the numbers."""
+    facts = {layer: LayerFacts(2, 1, 1 + layer, torch.float32, None) for layer in range(3)}
+    budget = divide(facts, pages=5, page_tokens=1, batch=1, grad_dtype=torch.float32, device_budget=0, host_budget=None)
+    past = TieredPast(
+        facts, [(0, 5), (5, 6)], batch=1, page_tokens=1, device=CPU, grad_dtype=torch.float32, budget=budget,
+        segment_tokens=2,
+        check=False,
+    )  # fmt: skip
+    past.open(0, "fill")
+    for layer, fact in facts.items():
+        past.append(layer, *torch.randn(2, 1, 5, 1, fact.head_dim))
+    past.open(1, "walk")
+    for layer in facts:
+        list(past.segments(layer, "backward"))
+    past.abort()
+
+
+def test_recomputed_values_that_differ_name_their_layer():
+    past = tiered(10, 5, 2, 1, 2, 1)
+    k, v = torch.randn(2, 1, 5, 2, 3, dtype=torch.float64)
+    past.open(0, "fill")
+    past.append(0, k, v)
+    past.open(0, "walk")
+    past.compare(0, k, v * 1.01)
+    with pytest.raises(RuntimeError, match="layer 0: keys or values"):
+        past.close(0, "walk")
