@@ -60,7 +60,7 @@ def test_bytes_may_carry_a_unit(text, count):
     ("argv", "complaint"),
     [
         (["--chunk-token", "8"], "sets 'chunk_token', which is no setting: did you mean 'chunk_tokens'"),
-        (["--learning-rate=1"], "sets 'learning_rate', which is no setting: did you mean"),
+        (["--learning-rate=1"], "sets 'learning_rate', which is no setting: `oomb train --help`"),
         (["--steps", "ten"], "--steps must be a whole number or none, got 'ten'"),
         (["--steps", "1.5"], "--steps must be a whole number or none, got '1.5'"),
         (["--chunk-tokens", "many"], "--chunk-tokens must be a whole number or auto, got 'many'"),

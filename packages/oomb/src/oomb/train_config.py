@@ -53,6 +53,8 @@ class TrainConfig:
         # A sequence of one token has nothing to predict.
         for name, least in (("context", 2), ("warmup_steps", 0), ("seed", 0), ("generate_tokens", 0)):
             _whole(name, getattr(self, name), least)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2**63, got {self.seed}")
         if self.steps is not None:
             _whole("steps", self.steps, 1)
         for name, zero in (("lr", False), ("weight_decay", True), ("max_grad_norm", False)):

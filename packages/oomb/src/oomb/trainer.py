@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import logging as transformers_logging
 
 from oomb import chunked_backward
 from oomb.checkpoint import check_replaceable
@@ -66,6 +67,10 @@ def prepare(config: TrainConfig) -> Job:
     else:
         tokenizer = _load("tokenizer", config.model, AutoTokenizer.from_pretrained)
         model_config = _load("model", config.model, AutoConfig.from_pretrained)
+        if model_config.is_encoder_decoder:
+            raise ValueError(
+                f"model: {config.model!r} holds an encoder-decoder; only causal language models can be trained"
+            )
         _check_vocabulary(config.model, tokenizer, model_config)
     windows = read_windows(config.data, tokenizer, config.context, seed=config.seed, steps=config.steps)
     torch.manual_seed(config.seed)
@@ -75,7 +80,7 @@ def prepare(config: TrainConfig) -> Job:
         model = tiny_model(config.context, config.seed)
         model.to(dtype)
     else:
-        model = _load("model", config.model, AutoModelForCausalLM.from_pretrained, dtype=dtype)
+        model = _load_model(config.model, dtype)
     return Job(config, model.to(device).train(), tokenizer, windows, device, kind == "mixed")
 
 
@@ -91,7 +96,9 @@ def fit(job: Job, report: Callable[[str], None] | None = None) -> list[StepRecor
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, steps, config.warmup_steps))
     records: list[StepRecord] = []
     bar = StepBar(steps)
-    with contextlib.closing(bar), (job.output / "metrics.jsonl").open("w", encoding="utf-8") as log:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(bar))
+        log = None  # opened with the first step's line: a run that is refused leaves the metrics of the one before
         for step in range(1, steps + 1):
             began = time.perf_counter()
             bar.begin(step)
@@ -104,6 +111,8 @@ def fit(job: Job, report: Callable[[str], None] | None = None) -> list[StepRecor
             rate = config.context / seconds
             record = StepRecord(step, loss, norm, lr, seconds, rate, peak_bytes(job.device))
             records.append(record)
+            if log is None:
+                log = stack.enter_context((job.output / "metrics.jsonl").open("w", encoding="utf-8"))
             log.write(json.dumps(asdict(record)) + "\n")
             log.flush()
             bar.line(record.line(steps)) if report is None else report(record.line(steps))
@@ -183,8 +192,34 @@ def _load(what: str, path: str, load: Callable[..., Any], **options: Any) -> Any
         raise ValueError(f"model: cannot load a {what} from {path!r}: {reason[:300]}") from error
 
 
+def _load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """All of a model's weights, or an error: a missing one would be trained from random numbers."""
+    options = {
+        "dtype": dtype,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+    }  # all told in one line below
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        model, info = _load("model", path, AutoModelForCausalLM.from_pretrained, **options)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    lacking = [str(key) for kind in ("missing_keys", "mismatched_keys") for key in info.get(kind, ())]
+    if lacking:
+        raise ValueError(
+            f"model: {path!r} lacks {len(lacking)} of the model's weights or has them in another shape, "
+            f"{lacking[0]} for one: they would be random numbers"
+        )
+    return model
+
+
 def _check_vocabulary(path: str, tokenizer: PreTrainedTokenizerBase, model_config: Any) -> None:
     size = model_config.get_text_config().vocab_size
+    if not tokenizer("The quick brown fox, 1 2 3.", add_special_tokens=False)["input_ids"]:
+        raise ValueError(
+            f"model: {path!r} has no tokenizer of its own: the one that was loaded turns text into no tokens"
+        )
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= size:
         raise ValueError(

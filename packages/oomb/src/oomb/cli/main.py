@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from oomb.cli.options import Parser, add_options, read_settings
-from oomb.cli.train import run
+ABOUT = "Train causal language models on very long contexts, with exact gradients, on one machine."
 
 TRAIN_HELP = """\
 Train a causal language model on sequences far longer than a chunk, with exact gradients.
@@ -25,19 +25,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns: 0; 2 for what the caller got wrong, after one line on stderr; 130 when interrupted
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that spin take the cores of others
     try:
         return _dispatch(argv)
     except (ValueError, MemoryError, FloatingPointError, OSError) as error:
-        message = " ".join(str(error).split()) or type(error).__name__
-        print(f"oomb: error: {message}", file=sys.stderr)
-        return 2
+        return _say(str(error) or type(error).__name__)
+    except Exception as error:
+        # Of the many kinds that libraries raise, these are the user's: memory of the GPU, a disk that is full.
+        kind = type(error).__name__
+        if kind == "OutOfMemoryError":
+            return _say(
+                f"out of GPU memory: {error}; make chunk_tokens smaller, set gpu_kv_budget_bytes so that pages go to "
+                "host memory, or shorten the context"
+            )
+        if kind == "SafetensorError":
+            return _say(f"the checkpoint could not be written, the one before it is as it was: {error}")
+        raise
     except KeyboardInterrupt:
         print("\noomb: interrupted", file=sys.stderr)
         return 130
 
 
+def _say(message: str) -> int:
+    print(f"oomb: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
 def _dispatch(argv: list[str]) -> int:
-    top = Parser(prog="oomb", description=__doc__, allow_abbrev=False)
+    from oomb.cli.options import Parser, add_options, read_settings  # torch comes with it: here an interrupt is caught
+
+    top = Parser(prog="oomb", description=ABOUT, allow_abbrev=False)
     top.add_argument("--version", action="version", version=_version())
     top.add_argument("command", choices=["train"], help="train: train a model; `oomb train --help` tells more")
     top.parse_args(argv[:1] or ["--help"])
@@ -50,6 +67,8 @@ def _dispatch(argv: list[str]) -> int:
     )
     add_options(train)
     settings = read_settings(train, argv[1:])
+    from oomb.cli.train import run  # transformers too, only for a run
+
     return run(settings)
 
 

@@ -103,6 +103,7 @@ def read_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
     """Settings from YAML text. `source` names it in errors."""
     try:
+        _refuse_repeated_keys(text, source)
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
@@ -117,6 +118,17 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
             raise ValueError(f"{source}: {name} is set twice")
         settings[name] = convert(options()[name], value, f"{source}: {name}")
     return settings
+
+
+def _refuse_repeated_keys(text: str, source: str) -> None:
+    """YAML's loader keeps the last of two equal keys without a word."""
+    node = yaml.compose(text, yaml.SafeLoader)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    names = [str(key.value) for key, _ in node.value]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{source}: {name} is set twice")
 
 
 def convert(option: Option, value: Any, where: str) -> Any:
@@ -161,8 +173,9 @@ def _read_file(path: str) -> dict[str, Any]:
 def _known(name: str, source: str) -> str:
     names = options()
     if name not in names:
-        closest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-        raise ValueError(f"{source} sets {name!r}, which is no setting: did you mean {closest!r}?")
+        closest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        hint = f"did you mean {closest[0]!r}?" if closest else "`oomb train --help` lists them"
+        raise ValueError(f"{source} sets {name!r}, which is no setting: {hint}")
     return name
 
 
