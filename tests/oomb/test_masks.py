@@ -60,3 +60,8 @@ def test_a_mask_that_reads_a_table_is_refused():
     table = torch.zeros(1, 8)
     with pytest.raises(Unsupported, match="position by position"):
         window_of(lambda b, h, q, kv: table[b, kv] == table[b, q], 500, CPU)
+
+
+def test_a_window_of_nothing_is_refused():
+    with pytest.raises(Unsupported, match="not even itself"):
+        window_of(sliding_window_causal_mask_function(0), 500, CPU)

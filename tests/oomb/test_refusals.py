@@ -233,6 +233,8 @@ def check_still_works(model):
         ({"backend": "cuda"}, "backend"),
         ({"accumulate": "sum"}, "accumulate"),
         ({"gpu_kv_budget_bytes": -5}, "gpu_kv_budget_bytes"),
+        ({"gpu_kv_budget_bytes": 0}, "gpu_kv_budget_bytes"),
+        ({"host_budget_bytes": 0}, "host_budget_bytes"),
         ({"gpu_kv_budget_bytes": "8GiB"}, "gpu_kv_budget_bytes"),
         ({"host_budget_bytes": 1.0}, "host_budget_bytes"),
         ({"recent_pages": 0}, "recent_pages"),

@@ -44,7 +44,7 @@ class ChunkConfig:
             _whole(name, getattr(self, name), 0)
         for name in ("gpu_kv_budget_bytes", "host_budget_bytes"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 0)
+                _whole(name, getattr(self, name), 1, " byte, or None")
         for name in ("chunk_tokens", "loss_tile_tokens"):
             if getattr(self, name) != "auto":
                 _whole(name, getattr(self, name), 1, ' or "auto"')

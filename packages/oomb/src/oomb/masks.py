@@ -37,6 +37,8 @@ def window_of(mask_function: Callable, length: int, device: torch.device) -> int
         raise
     except Exception as error:  # a mask that depends on more than two positions
         raise Unsupported(f"the model's mask could not be evaluated position by position: {error}") from error
+    if window == 0:
+        raise Unsupported("the model's mask lets a token see nothing, not even itself (a sliding window of 0?)")
     if not fits:
         raise Unsupported(
             "the model's mask is neither causal nor a causal sliding window (bidirectional, blockwise or "
