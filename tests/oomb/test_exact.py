@@ -71,12 +71,11 @@ def test_activation_checkpointing(name, reentrant):
     check(model, tokens(2, 21), ChunkConfig(chunk_tokens=5, page_tokens=4), reference=plain)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# the balance loss is over all tokens together, not a sum over documents: test_anything_goes_together packs that model
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "qwen3_moe_balanced"])
 def test_packed_documents_are_separate_runs(name):
     """Against running each document by itself: no oracle for packing is needed."""
     model = build(configs()[name])
-    if name == "qwen3_moe_balanced":
-        pytest.skip("the balance loss is over all tokens together, not a sum over documents")
     ids, lengths = tokens(1, 31), [4, 15, 1, 11]
     documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
     items = sum(lengths) - len(lengths)

@@ -111,6 +111,21 @@ def test_several_losses_alive_and_summed():
         a.backward()
 
 
+@pytest.mark.parametrize("entry", [chunked_loss, chunked_backward])
+@pytest.mark.parametrize(("length", "chunks"), [(20, 4), (6, 1)])
+def test_progress_counts_every_chunk_of_both_passes(entry, length, chunks):
+    model, told = build(configs()["qwen3"]), []
+    loss = entry(model, tokens(1, length), config=CONFIG, progress=lambda *step: told.append(step))
+    if loss.requires_grad:
+        loss.backward()
+    steps = 2 * chunks - 1
+    assert told == [(done, steps) for done in range(1, steps + 1)]
+    told.clear()
+    with torch.no_grad():
+        entry(model, tokens(1, length), config=CONFIG, progress=lambda *step: told.append(step))
+    assert told == [(done, chunks) for done in range(1, chunks + 1)]
+
+
 def test_scale():
     model, ids = build(configs()["qwen3"]), tokens(1, 20)
     plain = chunked_backward(model, ids, config=CONFIG)

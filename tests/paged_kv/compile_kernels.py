@@ -69,7 +69,6 @@ def constants_of(kernel, dim, dtype, flags, capability):
     values = shape | {
         "PAGE": 128, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "WINDOW": narrow or "window" in flags,
         "DOCUMENTS": "documents" in flags, "ONE_LOOP": narrow, "OWN": True, "STAGES": tile.stages,
-        "PRECISION": tile.precision,
     }  # fmt: skip
     if kernel == "dkdv":
         return values | {"PACKED": not narrow, "PAST": True, "ATOMIC": "atomic" in flags}, tile.warps, tile.stages

@@ -84,7 +84,7 @@ def chunked_backward(
     run = _prepare(
         model, input_ids, labels, attention_mask, position_ids, document_ids, num_items, loss_fn, config, progress
     )
-    if not torch.is_grad_enabled() or not any(p.requires_grad for p in run.parts.causal.parameters()):
+    if not run.training:
         with torch.no_grad():
             return chunk_recurrent(run.step(fill_loss=True), run.chunks, run.state(), params=(), around=run.around)
     return chunk_recurrent_backward(run.step(fill_loss=False), run.chunks, run.state(), scale=scale, around=run.around)
@@ -102,6 +102,7 @@ class _Run:
     context: PassContext
     rope: HeldRope
     held: Held
+    training: bool
     progress: Callable[[int, int], None] | None
 
     def state(self) -> State:
@@ -110,8 +111,10 @@ class _Run:
     def step(self, *, fill_loss: bool) -> DecoderStep:
         balance = None if self.profile.router is None else Balance(self.profile.router)
         self.context.skip_tail = not fill_loss and balance is None
+        n = len(self.chunks)
+        steps = 2 * n - 1 if self.training else n  # the last chunk runs once
         return DecoderStep(
-            self.parts, self.context, self.batch, self.chunks, self.token_loss, fill_loss, self.progress, balance
+            self.parts, self.context, self.batch, self.chunks, self.token_loss, fill_loss, steps, self.progress, balance
         )
 
     @contextmanager
@@ -170,7 +173,8 @@ def _prepare(
     context = PassContext(past, profile, config, kept)
     rope = HeldRope(parts.decoder, last_position)
     held = Held.of(parts.causal)
-    return _Run(parts, profile, batch, chunks, config, loss_fn or cross_entropy, past, context, rope, held, progress)
+    token_loss = loss_fn or cross_entropy
+    return _Run(parts, profile, batch, chunks, config, token_loss, past, context, rope, held, training, progress)
 
 
 def _profile(parts: Parts, tokens: int) -> Profile:

@@ -9,7 +9,6 @@ from collections.abc import Callable, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
 from paged_kv import paged_attention
@@ -120,7 +119,7 @@ class PassContext:
 class DecoderStep:
     """`step(index, chunk, carried, phase)` of chunk_recur for a causal LM: decoder, loss, nothing carried.
 
-    `fill_loss`: whether the fill computes losses too. `progress(done, total)` is told after each chunk.
+    `fill_loss`: whether the fill computes losses too. `progress(done, steps)` is told after each of the `steps` chunks.
     """
 
     parts: Parts
@@ -129,6 +128,7 @@ class DecoderStep:
     chunks: Chunks
     token_loss: TokenLoss
     fill_loss: bool
+    steps: int
     progress: Callable[[int, int], None] | None = None
     balance: Balance | None = None
     done: int = 0
@@ -160,8 +160,7 @@ class DecoderStep:
     def _tell(self, loss: Tensor | None, carried: object) -> tuple[Tensor | None, object]:
         self.done += 1
         if self.progress is not None:
-            n = len(self.chunks)
-            self.progress(self.done, 2 * n - 1 if torch.is_grad_enabled() or not self.fill_loss else n)
+            self.progress(self.done, self.steps)
         return loss, carried
 
     def _decode(self, index: int, phase: str, ids: Tensor, positions: Tensor):

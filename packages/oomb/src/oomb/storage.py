@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class PageRange:
     def first_token(self) -> int:
         return self.first_page * self.page_tokens
 
-    @property
+    @cached_property
     def slots(self) -> Tensor:
         return torch.arange(self.batch * self.pages, dtype=torch.int32, device=self.device).view(self.batch, self.pages)
 
@@ -45,9 +46,8 @@ class PageRange:
             return self.arena.take(shape, dtype), self.arena.take(shape, dtype)
         # a pool born in inference mode could not be written to by a later training step
         with torch.inference_mode(False):
-            return torch.empty(shape, dtype=dtype, device=self.device), torch.empty(
-                shape, dtype=dtype, device=self.device
-            )
+            k, v = (torch.empty(shape, dtype=dtype, device=self.device) for _ in range(2))
+        return k, v
 
     def tokens(self, pages: Tensor, start: int, stop: int) -> Tensor:
         """The tokens [start, stop) that lie in this range: a view [B, tokens, G, D]."""

@@ -75,7 +75,6 @@ def _dkdv_tiles(
     dk, dv, k, v, q_rows, dout_rows, lse_ptr, delta_ptr, batch, group, start, end, low, high, key, documents_ptr,
     tokens, scale_log2, GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, DOCUMENTS: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add row tiles [start, end) to a key tile's gradients. MASK: key j is seen by queries [low[j], high[j]) only."""
     for tile in tl.range(start, end, num_stages=STAGES):
@@ -84,7 +83,7 @@ def _dkdv_tiles(
         q = _load_rows(q_rows, row, batch, group, tokens, GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, PACKED)
         dout = _load_rows(dout_rows, row, batch, group, tokens, GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, PACKED)
         lse = tl.load(lse_ptr + rows)
-        s = tl.dot(k, q.T, input_precision=PRECISION)
+        s = tl.dot(k, q.T, input_precision="ieee")
         p = tl.math.exp2(s * scale_log2 - lse[None, :])
         if MASK:
             query = rows // REPEAT
@@ -94,10 +93,10 @@ def _dkdv_tiles(
                 seen = seen & (document[None, :] <= key[:, None])
             p = tl.where(seen, p, 0.0)
         delta = tl.load(delta_ptr + rows)
-        dp = tl.dot(v, dout.T, input_precision=PRECISION)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        dp = tl.dot(v, dout.T, input_precision="ieee")
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
         ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -118,7 +117,7 @@ def _key_tile(
     bound_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, token, tokens, padded, window, scale, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ONE_LOOP: tl.constexpr, PACKED: tl.constexpr,
-    PAST: tl.constexpr, ATOMIC: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PAST: tl.constexpr, ATOMIC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of keys, which stand at `place` relative to the chunk's first token (negative: past).
 
@@ -159,7 +158,7 @@ def _key_tile(
     if ONE_LOOP:
         dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, batch, group, start, end, low, high, key,
                              documents, tokens, scale_log2, GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, DOCUMENTS, PACKED,
-                             True, STAGES, PRECISION)  # fmt: skip
+                             True, STAGES)  # fmt: skip
     else:
         from_tile = middle
         to_tile = rest
@@ -168,17 +167,17 @@ def _key_tile(
             to_tile = middle + (rest - middle) * (share + 1) // splits
         dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, batch, group, from_tile, to_tile, low, high,
                              key, documents, tokens, scale_log2, GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, DOCUMENTS,
-                             PACKED, False, STAGES, PRECISION)  # fmt: skip
+                             PACKED, False, STAGES)  # fmt: skip
         if not PAST:
             if not ATOMIC or share == 0:
                 dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, batch, group, start, middle, low,
                                      high, key, documents, tokens, scale_log2, GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M,
-                                     DOCUMENTS, PACKED, True, 1, PRECISION)  # fmt: skip
+                                     DOCUMENTS, PACKED, True, 1)  # fmt: skip
         if WINDOW or DOCUMENTS:
             if not ATOMIC or share == splits - 1:
                 dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, batch, group, rest, end, low, high,
                                      key, documents, tokens, scale_log2, GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M,
-                                     DOCUMENTS, PACKED, True, STAGES, PRECISION)  # fmt: skip
+                                     DOCUMENTS, PACKED, True, STAGES)  # fmt: skip
 
     # Keys behind the past's end may hold NaN; their rows are garbage and are not stored. The own block's gradient is
     # stored even where no query sees the key: nothing was there before.
@@ -203,7 +202,7 @@ def _paged_attention_dkdv_kernel(
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     ONE_LOOP: tl.constexpr, PACKED: tl.constexpr, PAST: tl.constexpr, OWN: tl.constexpr, ATOMIC: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (key tiles of the past, then of the own block, G, sequences from `batch_first` on * splits).
 
@@ -234,7 +233,7 @@ def _paged_attention_dkdv_kernel(
                           documents_ptr, bound_ptr, lse_ptr, delta_ptr, dk_pages_ptr, dv_pages_ptr,
                           grad_slot.to(tl.int64) * PAGE + row, tokens, padded, window, scale, scale_log2,
                           GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS, ONE_LOOP, PACKED, True,
-                          ATOMIC, STAGES, PRECISION)  # fmt: skip
+                          ATOMIC, STAGES)  # fmt: skip
     if OWN:
         if tile >= past_tiles:
             place = (tile - past_tiles) * BLOCK_N
@@ -243,14 +242,14 @@ def _paged_attention_dkdv_kernel(
                           documents_ptr, bound_ptr, lse_ptr, delta_ptr, dk_own_ptr, dv_own_ptr,
                           (batch * tokens).to(tl.int64) + place, tokens, padded, window, scale, scale_log2,
                           GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS, ONE_LOOP, PACKED, False,
-                          ATOMIC, STAGES, PRECISION)  # fmt: skip
+                          ATOMIC, STAGES)  # fmt: skip
 
 
 @triton.jit
 def _dq_tiles(
     dq, q, dout, lse, delta, k_desc, v_desc, table_ptr, group, start, end, low, high, limit, scale_log2,
     TILES: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, MASK: tl.constexpr, RAGGED: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add key tiles [start, end) to a row tile's dQ; the arguments mean what they mean in the forward."""
     for tile in tl.range(start, end, num_stages=STAGES):
@@ -260,15 +259,15 @@ def _dq_tiles(
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if RAGGED:
             k = tl.where((keys < limit)[:, None], k, 0.0)  # 0 * NaN would be NaN
-        s = tl.dot(q, k.T, input_precision=PRECISION)
+        s = tl.dot(q, k.T, input_precision="ieee")
         absent = tl.where(slot < 0, float("inf"), 0.0)
         p = tl.math.exp2(s * scale_log2 - (lse + absent)[:, None])
-        dp = tl.dot(dout, v.T, input_precision=PRECISION)
+        dp = tl.dot(dout, v.T, input_precision="ieee")
         ds = p * (dp - delta[:, None])
         if MASK:
             seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
             ds = tl.where(seen, ds, 0.0)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
 
@@ -279,7 +278,7 @@ def _paged_attention_dq_kernel(
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     ONE_LOOP: tl.constexpr, PACKED: tl.constexpr, CARRY: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row tiles, G, B * splits), as the forward's. CARRY: add to what earlier segments left."""
     tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -315,21 +314,21 @@ def _paged_attention_dq_kernel(
     high = tl.zeros_like(rows) + limit
     if ONE_LOOP:
         dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, start, end, low - first, high, limit,
-                       scale_log2, TILES, BLOCK_N, DIM, True, True, STAGES, PRECISION)  # fmt: skip
+                       scale_log2, TILES, BLOCK_N, DIM, True, True, STAGES)  # fmt: skip
     else:
         if LOWER:
             dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, start, middle, low - first, high,
-                           limit, scale_log2, TILES, BLOCK_N, DIM, True, False, STAGES, PRECISION)  # fmt: skip
+                           limit, scale_log2, TILES, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
         from_tile = middle
         to_tile = rest
         if SPLIT:
             from_tile = middle + (rest - middle) * share // splits
             to_tile = middle + (rest - middle) * (share + 1) // splits
         dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, from_tile, to_tile, low, high, limit,
-                       scale_log2, TILES, BLOCK_N, DIM, False, False, STAGES, PRECISION)  # fmt: skip
+                       scale_log2, TILES, BLOCK_N, DIM, False, False, STAGES)  # fmt: skip
         if not SPLIT or share == splits - 1:
             dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, rest, end, low - first, high, limit,
-                           scale_log2, TILES, BLOCK_N, DIM, True, True, 1, PRECISION)  # fmt: skip
+                           scale_log2, TILES, BLOCK_N, DIM, True, True, 1)  # fmt: skip
 
     if OWN:
         if not SPLIT or share == splits - 1:
@@ -341,15 +340,15 @@ def _paged_attention_dq_kernel(
             low = low - length
             if ONE_LOOP:
                 dq = _dq_tiles(dq, q, dout, lse, delta, k_own, v_own, batch, group, start, end, low, query + 1, tokens,
-                               scale_log2, 0, BLOCK_N, DIM, True, False, STAGES, PRECISION)  # fmt: skip
+                               scale_log2, 0, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
             else:
                 if LOWER:
                     dq = _dq_tiles(dq, q, dout, lse, delta, k_own, v_own, batch, group, start, middle, low, query + 1,
-                                   tokens, scale_log2, 0, BLOCK_N, DIM, True, False, STAGES, PRECISION)  # fmt: skip
+                                   tokens, scale_log2, 0, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
                 dq = _dq_tiles(dq, q, dout, lse, delta, k_own, v_own, batch, group, middle, rest, low, query + 1,
-                               tokens, scale_log2, 0, BLOCK_N, DIM, False, False, STAGES, PRECISION)  # fmt: skip
+                               tokens, scale_log2, 0, BLOCK_N, DIM, False, False, STAGES)  # fmt: skip
                 dq = _dq_tiles(dq, q, dout, lse, delta, k_own, v_own, batch, group, rest, end, low, query + 1, tokens,
-                               scale_log2, 0, BLOCK_N, DIM, True, False, 1, PRECISION)  # fmt: skip
+                               scale_log2, 0, BLOCK_N, DIM, True, False, 1)  # fmt: skip
 
     head = group * REPEAT + rows % REPEAT
     dims = tl.arange(0, DIM)

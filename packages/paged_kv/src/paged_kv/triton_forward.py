@@ -54,7 +54,7 @@ def locate(table_ptr, tile, TILES: tl.constexpr, BLOCK_N: tl.constexpr):
 def _fwd_tiles(
     acc, m, l, q, k_desc, v_desc, table_ptr, group, start, end, low, high, limit, scale_log2,
     TILES: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, MASK: tl.constexpr, RAGGED: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add key tiles [start, end) to the running softmax. Scores are in base 2.
 
@@ -63,7 +63,7 @@ def _fwd_tiles(
     for tile in tl.range(start, end, num_stages=STAGES):
         slot, row = locate(table_ptr, tile, TILES, BLOCK_N)
         k = k_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
-        s = tl.dot(q, k.T, input_precision=PRECISION)
+        s = tl.dot(q, k.T, input_precision="ieee")
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if MASK:
             seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
@@ -83,7 +83,7 @@ def _fwd_tiles(
         v = v_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
         if RAGGED:
             v = tl.where((keys < limit)[:, None], v, 0.0)  # 0 * NaN would be NaN
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         m = m_new
     return acc, m, l
 
@@ -102,27 +102,27 @@ def _fwd_softmax(s, m, l, slot, scale_log2):
 @triton.jit
 def _fwd_tiles_ahead(
     acc, m, l, q, k_desc, v_desc, table_ptr, group, start, end, scale_log2,
-    TILES: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `_fwd_tiles` without masks, with the scores of the next tile already under way during a tile's softmax."""
     if start < end:
         slot, row = locate(table_ptr, start, TILES, BLOCK_N)
         k = k_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
-        s = tl.dot(q, k.T, input_precision=PRECISION)
+        s = tl.dot(q, k.T, input_precision="ieee")
         for tile in tl.range(start + 1, end, num_stages=STAGES):
             slot_next, row_next = locate(table_ptr, tile, TILES, BLOCK_N)
             k = k_desc.load([slot_next, group, row_next, 0]).reshape(BLOCK_N, DIM)
             p, alpha, m, l = _fwd_softmax(s, m, l, slot, scale_log2)
-            s = tl.dot(q, k.T, input_precision=PRECISION)
+            s = tl.dot(q, k.T, input_precision="ieee")
             v = v_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
             acc = acc * alpha[:, None]
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
             slot = slot_next
             row = row_next
         p, alpha, m, l = _fwd_softmax(s, m, l, slot, scale_log2)
         v = v_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
         acc = acc * alpha[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return acc, m, l
 
 
@@ -151,8 +151,8 @@ def _paged_attention_fwd_kernel(
     tokens, columns, first, window, splits, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    ONE_LOOP: tl.constexpr, CARRY: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, AHEAD: tl.constexpr, SINKS: tl.constexpr,
+    ONE_LOOP: tl.constexpr, CARRY: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row tiles, G, B * splits). CARRY: start from an earlier segment's state. OWN: the own block comes last,
     and then the SINKS.
@@ -197,11 +197,11 @@ def _paged_attention_fwd_kernel(
     high = tl.zeros_like(query) + limit
     if ONE_LOOP:
         acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, start, end, low - first, high, limit,
-                               scale_log2, TILES, BLOCK_N, DIM, True, True, STAGES, PRECISION)  # fmt: skip
+                               scale_log2, TILES, BLOCK_N, DIM, True, True, STAGES)  # fmt: skip
     else:
         if LOWER:
             acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, start, middle, low - first, high,
-                                   limit, scale_log2, TILES, BLOCK_N, DIM, True, False, STAGES, PRECISION)  # fmt: skip
+                                   limit, scale_log2, TILES, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
         from_tile = middle
         to_tile = rest
         if SPLIT:
@@ -209,13 +209,13 @@ def _paged_attention_fwd_kernel(
             to_tile = middle + (rest - middle) * (share + 1) // splits
         if AHEAD:
             acc, m, l = _fwd_tiles_ahead(acc, m, l, q, k_pages, v_pages, table, group, from_tile, to_tile, scale_log2,
-                                         TILES, BLOCK_N, DIM, STAGES, PRECISION)  # fmt: skip
+                                         TILES, BLOCK_N, DIM, STAGES)  # fmt: skip
         else:
             acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, from_tile, to_tile, low, high, limit,
-                                   scale_log2, TILES, BLOCK_N, DIM, False, False, STAGES, PRECISION)  # fmt: skip
+                                   scale_log2, TILES, BLOCK_N, DIM, False, False, STAGES)  # fmt: skip
         if not SPLIT or share == splits - 1:
             acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, rest, end, low - first, high, limit,
-                                   scale_log2, TILES, BLOCK_N, DIM, True, True, 1, PRECISION)  # fmt: skip
+                                   scale_log2, TILES, BLOCK_N, DIM, True, True, 1)  # fmt: skip
 
     # The places are worked out again, from a value the compiler cannot know to be the same: held in registers through
     # the loop above they would spill.
@@ -232,20 +232,19 @@ def _paged_attention_fwd_kernel(
             high = query + 1
             if ONE_LOOP:
                 acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, start, end, low, high, tokens,
-                                       scale_log2, 0, BLOCK_N, DIM, True, False, OWN_STAGES, PRECISION)  # fmt: skip
+                                       scale_log2, 0, BLOCK_N, DIM, True, False, OWN_STAGES)  # fmt: skip
             else:
                 if LOWER:
                     acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, start, middle, low, high, tokens,
-                                           scale_log2, 0, BLOCK_N, DIM, True, False, OWN_STAGES, PRECISION)  # fmt: skip
+                                           scale_log2, 0, BLOCK_N, DIM, True, False, OWN_STAGES)  # fmt: skip
                 if AHEAD:
                     acc, m, l = _fwd_tiles_ahead(acc, m, l, q, k_own, v_own, batch, group, middle, rest, scale_log2,
-                                                 0, BLOCK_N, DIM, OWN_STAGES, PRECISION)  # fmt: skip
+                                                 0, BLOCK_N, DIM, OWN_STAGES)  # fmt: skip
                 else:
                     acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, middle, rest, low, high, tokens,
-                                           scale_log2, 0, BLOCK_N, DIM, False, False, OWN_STAGES,
-                                           PRECISION)  # fmt: skip
+                                           scale_log2, 0, BLOCK_N, DIM, False, False, OWN_STAGES)  # fmt: skip
                 acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, rest, end, low, high, tokens,
-                                       scale_log2, 0, BLOCK_N, DIM, True, False, 1, PRECISION)  # fmt: skip
+                                       scale_log2, 0, BLOCK_N, DIM, True, False, 1)  # fmt: skip
 
     if SINKS:  # one more logit, whose value is zero
         if not SPLIT or share == splits - 1:

@@ -111,7 +111,6 @@ class Problem:
             "DOCUMENTS": geometry.documents is not None,
             "ONE_LOOP": self.narrow,
             "STAGES": tile.stages,
-            "PRECISION": tile.precision,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
             "enable_fp_fusion": True,

@@ -16,7 +16,6 @@ class Tile:
 
     Units: rows and keys of the tile; stages: depth of the software pipeline; per_sm: programs that fit a multiprocessor
     ahead: forward only, the next tile's scores are under way during a tile's softmax (twice the registers for them)
-    precision: how float32 products are computed; "tf32x3" is three tf32 products, about as exact as float32 itself
     """
 
     rows: int
@@ -25,7 +24,6 @@ class Tile:
     stages: int
     per_sm: int = 1
     ahead: bool = False
-    precision: str = "ieee"
 
 
 # (kernel, head dim rounded up to a power of two). "narrow" kernels serve windows of a few tiles: latency counts there.
