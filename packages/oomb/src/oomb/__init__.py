@@ -9,10 +9,18 @@ if TYPE_CHECKING:
     from .api import chunked_backward, chunked_loss
     from .config import ChunkConfig
     from .hf import Unsupported
+    from .hf_trainer import ChunkTrainerMixin, OombTrainer
 
-__all__ = ["ChunkConfig", "Unsupported", "chunked_backward", "chunked_loss"]
+__all__ = ["ChunkConfig", "ChunkTrainerMixin", "OombTrainer", "Unsupported", "chunked_backward", "chunked_loss"]
 
-_HOMES = {"ChunkConfig": "config", "Unsupported": "hf", "chunked_backward": "api", "chunked_loss": "api"}
+_HOMES = {
+    "ChunkConfig": "config",
+    "ChunkTrainerMixin": "hf_trainer",
+    "OombTrainer": "hf_trainer",
+    "Unsupported": "hf",
+    "chunked_backward": "api",
+    "chunked_loss": "api",
+}
 
 
 def __getattr__(name: str) -> object:
