@@ -226,8 +226,10 @@ def test_a_planted_mistake_is_caught(name):
         case = Pass(
             tokens=chooser.randrange(8, 30), chunk=chooser.randrange(1, 9), page=pick((1, 2, 3, 4)), device_pages=0,
             segment=chooser.randrange(1, 8), batch=1, windows=pick(([None], [None, None], [None, 3, None])),
-            order=pick(ORDERS),
+            order=pick(ORDERS), documents=tuple(chooser.randrange(30) for _ in range(chooser.randrange(3))),
         )  # fmt: skip
+        if seed % 4 == 0:  # a page fetched in vain, then added to, then fetched for a reason
+            case = Pass(12, 1, 4, 0, 8, 1, [None], "backward only", (7,))
         with simulated(chooser.randrange, tier), mock.patch.object(oomb.host, "HostLease", lease):
             if where == "oomb.host":
                 changed.lanes_for = oomb.host.lanes_for
