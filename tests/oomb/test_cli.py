@@ -12,9 +12,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from oomb import trainer
 from oomb.cli import train as command
 from oomb.cli.main import main
+from oomb.progress import StepBar
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -32,7 +32,7 @@ def test_a_run_leaves_a_checkpoint_a_picture_and_its_numbers(arguments, tmp_path
     assert main(arguments) == 0
     shown = capsys.readouterr()
     assert shown.out.count("tokens/s") == 4 and "step 4/4" in shown.out and "reloaded" in shown.out
-    assert "chunk/s" in shown.err or "s/chunk" in shown.err or "chunk" in shown.err
+    assert "chunk" in shown.err and "left" in shown.err
     out = tmp_path / "out"
     assert (out / "loss.png").read_bytes()[:8] == PNG
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 4
@@ -41,7 +41,39 @@ def test_a_run_leaves_a_checkpoint_a_picture_and_its_numbers(arguments, tmp_path
     prompt = tokenizer("7 squared is", return_tensors="pt")
     ids = model.generate(**prompt, max_new_tokens=4, do_sample=False)
     assert ids.shape[1] == len("7 squared is") + 4
-    assert sorted(path.name for path in out.iterdir()) == ["checkpoint", "loss.png", "metrics.jsonl", "settings.yaml"]
+    left = ["checkpoint", "loss.png", "memory.png", "metrics.jsonl", "settings.yaml"]
+    assert sorted(path.name for path in out.iterdir()) == left and (out / "memory.png").read_bytes()[:8] == PNG
+
+
+def test_a_dry_run_loads_says_and_stops(arguments, tmp_path, capsys):
+    assert main([*arguments, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "model " in shown and "4 of up to 256 tokens, in chunks of 64" in shown and "nothing was trained" in shown
+    assert not any((tmp_path / "out").iterdir())
+
+
+def test_a_run_with_adapters_and_held_out_data(arguments, tmp_path, capsys):
+    """Adapters in peft's form; the Trainer's own names; the text that is held out is scored before and after."""
+    (tmp_path / "held.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(400, 450)))
+    more = ["--adapter", "lora", "--eval-data", str(tmp_path / "held.txt"), "--eval-steps", "2"]
+    more += ["--gradient_accumulation_steps=2", "--optim", "adafactor", "--save-steps", "2"]
+    assert main([*arguments, *more]) == 0
+    shown = capsys.readouterr().out
+    assert "of them trained (lora)" in shown and "adafactor" in shown and "2 sequences of up to 256" in shown
+    assert shown.count("held out after step") == 2 and "held out    loss" in shown and "reloaded" in shown
+    assert (tmp_path / "out" / "checkpoint" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "out" / "checkpoints" / "checkpoint-4" / "tokenizer.json").exists()
+    assert main([*arguments, *more, "--output", str(tmp_path / "other")]) == 0
+    names = sorted(path.name for path in (tmp_path / "other" / "checkpoints").iterdir())
+    assert names == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_stream(arguments, capsys):
+    assert main([*arguments, "--streaming", "true", "--steps", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "read while training" in shown and "1 documents" in shown and shown.count("tokens/s") == 2
+    assert main([*arguments[:-6], "--streaming", "true", "--steps", "none"]) == 2
+    assert "steps must be set" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -84,21 +116,54 @@ def test_a_save_that_fails_keeps_the_checkpoint_before(arguments, tmp_path, caps
     AutoTokenizer.from_pretrained(tmp_path / "out" / "checkpoint")
 
 
-@pytest.mark.parametrize("where", ["step", "save"])
-def test_an_interrupt_keeps_the_checkpoint_before(arguments, tmp_path, capsys, monkeypatch, where):
+def test_an_interrupted_save_keeps_the_checkpoint_before(arguments, tmp_path, capsys, monkeypatch):
     assert main(arguments) == 0
     first = (tmp_path / "out" / "checkpoint" / "model.safetensors").read_bytes()
 
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    if where == "step":
-        monkeypatch.setattr(trainer.StepBar, "chunk", interrupt)
-    else:
-        monkeypatch.setattr(command, "save_checkpoint", interrupt)
+    monkeypatch.setattr(command, "save_checkpoint", interrupt)
     assert main([*arguments, "--seed", "1"]) == 130
     assert "is as it was" in capsys.readouterr().err
     assert (tmp_path / "out" / "checkpoint" / "model.safetensors").read_bytes() == first
+
+
+class SignalAt:
+    """Sends a signal when a chunk of a step is done."""
+
+    def __init__(self, monkeypatch, number, step, chunk):
+        self.sent, show = False, StepBar.show
+
+        def send(bar, at, share, text, left):
+            if (at, text.split("/")[0]) == (step, f"chunk {chunk}") and not self.sent:
+                self.sent = True
+                os.kill(os.getpid(), number)
+            show(bar, at, share, text, left)
+
+        monkeypatch.setattr(StepBar, "show", send)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_goes_on_to_the_same_end(arguments, tmp_path, capsys, monkeypatch, number, code):
+    """Weights, metrics and pictures are those of a run that was never interrupted."""
+    assert main([*arguments, "--output", str(tmp_path / "whole")]) == 0
+    capsys.readouterr()
+    with monkeypatch.context() as patched:
+        SignalAt(patched, number, step=3, chunk=2)
+        assert main(arguments) == code
+    assert "checkpoint-2 holds the last whole step; --resume true goes on" in capsys.readouterr().err
+    assert main(arguments) == 2
+    assert "holds checkpoint-2 of an earlier run" in capsys.readouterr().err
+    assert main([*arguments, "--resume", "true"]) == 0
+    weights = [(tmp_path / name / "checkpoint" / "model.safetensors").read_bytes() for name in ("out", "whole")]
+    assert weights[0] == weights[1]
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("out", "whole")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert not (tmp_path / "out" / "checkpoints").exists()  # it was only there for the interruption
 
 
 @pytest.mark.slow
@@ -115,14 +180,16 @@ def test_ctrl_c_ends_the_process_cleanly(arguments, tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "interrupted: no checkpoint was written" in errors and "Traceback" not in errors
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["metrics.jsonl"]
+    assert "holds the last whole step" in errors and "Traceback" not in errors
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoints", "metrics.jsonl"]
 
 
 @pytest.mark.parametrize(
     ("extra", "complaint"),
     [
         (["--chunk-tokns", "8"], "did you mean 'chunk_tokens'"),
+        (["--gradient-acumulation-steps", "8"], "did you mean 'gradient_accumulation_steps'"),
+        (["--max-steps", "8"], "it is called 'steps' here"),
         (["--steps", "many"], "--steps must be a whole number"),
         (["--page-tokens", "0"], "page_tokens must be"),
         (["--context", "1000000"], "need 1,000,000"),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BartConfig, BartForConditionalGeneration
 
-from oomb import trainer
+from oomb import hf_trainer
 from oomb.cli import train as command
 from oomb.cli.main import main
 from oomb.tiny import byte_tokenizer, tiny_model
@@ -76,7 +76,7 @@ def test_memory_of_the_gpu(run, tmp_path, monkeypatch):
     def full(*_args, **_kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(trainer, "chunked_backward", full)
+    monkeypatch.setattr(hf_trainer, "chunked_backward", full)
     code, errors = run(folder(tmp_path / "model"))
     assert code == 2 and len(errors) == 1 and "out of GPU memory" in errors[0] and "chunk_tokens" in errors[0]
 

@@ -20,7 +20,7 @@ def settings(*argv):
 
 
 def test_every_setting_has_help_and_no_name_is_used_twice():
-    own = {f.name for f in dataclasses.fields(TrainConfig)} - {"chunks"}
+    own = {f.name for f in dataclasses.fields(TrainConfig)} - {"chunks", "trainer"}
     inner = {f.name for f in dataclasses.fields(ChunkConfig)}
     assert not own & inner and set(options()) == own | inner
     for option in options().values():
@@ -42,6 +42,20 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     assert settings(*overrides, file) == expected
 
 
+def test_every_setting_of_the_trainer_has_its_own_name_and_type(tmp_path):
+    given = {
+        "--gradient-accumulation-steps": ("8", 8), "--neftune-noise-alpha": ("5", 5.0), "--optim": ("lomo", "lomo"),
+        "--activation-checkpointing": ("true", True), "--save-steps": ("0.25", 0.25), "--report-to": ("a", "a"),
+        "--lr-scheduler-kwargs": ("{min_lr: 0.1}", {"min_lr": 0.1}), "--save-total-limit": ("none", None),
+    }  # fmt: skip
+    read = settings(*(word for flag, (text, _) in given.items() for word in (flag, text)))
+    assert read == {flag[2:].replace("-", "_"): value for flag, (_, value) in given.items()}
+    text = "gradient_accumulation_steps: 8\nlr_scheduler_kwargs: {min_lr: 0.1}\nreport_to: [a, b]\n"
+    read = parse_yaml(text, "x")
+    assert read == {"gradient_accumulation_steps": 8, "lr_scheduler_kwargs": {"min_lr": 0.1}, "report_to": ["a", "b"]}
+    assert TrainConfig.from_settings(NAMED | read).trainer == read
+
+
 def test_dashes_and_underscores_are_the_same():
     assert settings("--chunk-tokens", 8) == settings("--chunk_tokens", 8) == settings("--chunk_tokens=8")
     assert parse_yaml("chunk-tokens: 8", "x") == parse_yaml("chunk_tokens: 8", "x") == {"chunk_tokens": 8}
@@ -60,7 +74,11 @@ def test_bytes_may_carry_a_unit(text, count):
     ("argv", "complaint"),
     [
         (["--chunk-token", "8"], "sets 'chunk_token', which is no setting: did you mean 'chunk_tokens'"),
-        (["--learning-rate=1"], "sets 'learning_rate', which is no setting: `oomb train --help`"),
+        (["--learning-rate=1"], "sets 'learning_rate': it is called 'lr' here"),
+        (["--disable-tqdm=true"], "sets 'disable_tqdm': `oomb train` sees to that itself"),
+        (["--frobnicate=1"], "sets 'frobnicate', which is no setting: `oomb train --help`"),
+        (["--neftune-noise-alfa=1"], "did you mean 'neftune_noise_alpha'"),
+        (["--save-steps", "soon"], "--save-steps must be a number, got 'soon'"),
         (["--steps", "ten"], "--steps must be a whole number or none, got 'ten'"),
         (["--steps", "1.5"], "--steps must be a whole number or none, got '1.5'"),
         (["--chunk-tokens", "many"], "--chunk-tokens must be a whole number or auto, got 'many'"),
@@ -109,7 +127,9 @@ def test_an_empty_file_sets_nothing():
     [
         ("context", 1), ("context", 0), ("context", -5), ("context", True), ("context", 64.0), ("steps", 0),
         ("lr", 0.0), ("lr", -1.0), ("lr", float("nan")), ("lr", float("inf")), ("weight_decay", -0.1),
-        ("max_grad_norm", 0.0), ("seed", -1),
+        ("max_grad_norm", 0.0), ("seed", -1), ("adapter", "dora"), ("rope_type", "ntk"), ("documents", "folder"),
+        ("data_format", "csv"), ("lora_rank", 0), ("lora_dropout", 1.0), ("lora_dropout", -0.1), ("rope_theta", 0.0),
+        ("streaming", 1), ("eval_data", ""),
         ("dtype", "float16"), ("device", "tpu"), ("device", "cuda:x"), ("model", " "), ("output", ""),
         ("chunk_tokens", 0), ("page_tokens", -1), ("gpu_kv_budget_bytes", -1), ("backend", "magic"),
     ],

@@ -57,7 +57,8 @@ def replace_folder(folder: str | Path, write: Callable[[Path], None]) -> None:
 def check_replaceable(folder: str | Path) -> None:
     """Raise ValueError where saving to `folder` would delete something that is not a checkpoint."""
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / "config.json").exists())):
+    ours = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not ours)):
         raise ValueError(f"{str(folder)!r} is there and is not a checkpoint: move it away, or choose another output")
 
 

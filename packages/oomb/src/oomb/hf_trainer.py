@@ -32,7 +32,8 @@ class ChunkTrainerMixin(_Base):
 
     chunk_config: how a sequence is cut and where its past lives (default `ChunkConfig()`)
     Raises: ValueError when made, for settings a chunked step cannot honour
-    Callbacks with a method `on_chunk(args, state, control, done=…, total=…)` are told of every chunk of a step.
+    Callbacks may have `on_batch(args, state, control, shape=…)` and `on_chunk(…, done=…, total=…)`, told of every batch
+    and chunk of a step, and `on_measure(…, logs=…)`, which may add to what is reported of a step.
     """
 
     def __init__(self, *args: Any, chunk_config: ChunkConfig | None = None, **kwargs: Any) -> None:
@@ -58,6 +59,7 @@ class ChunkTrainerMixin(_Base):
             self.optimizer.train()
         batch = step_arguments(self._prepare_inputs(inputs))
         scale = self._loss_scale(num_items_in_batch)
+        self._tell("on_batch", shape=tuple(batch["input_ids"].shape))
         self._noise.begin(self.accelerator.unwrap_model(model), batch["input_ids"].shape[1])
         try:
             with self.accelerator.autocast():
@@ -143,6 +145,12 @@ class ChunkTrainerMixin(_Base):
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             return super().evaluate(*args, **kwargs)
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's; callbacks may add what they measured, before anything is reported."""
+        if "loss" in logs:
+            self._tell("on_measure", logs=logs)
+        super().log(logs, *args, **kwargs)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Remove what a failed save leaves, so that nothing takes it for a checkpoint."""
         folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
@@ -160,6 +168,7 @@ class ChunkTrainerMixin(_Base):
         if self._last_checkpoint is None or self._last_checkpoint[0] != self.state.global_step:
             self._random_state.restore(self.state)
             self._save_checkpoint(self.model_wrapped, None)
+            self.callback_handler.on_save(self.args, self.state, self.control)
         assert self._last_checkpoint is not None
         return str(self._last_checkpoint[1])
 
@@ -173,9 +182,13 @@ class ChunkTrainerMixin(_Base):
 
     def _on_chunk(self, done: int, total: int) -> None:
         self._interrupts.check()
+        if self.model.training:
+            self._tell("on_chunk", done=done, total=total)
+
+    def _tell(self, event: str, **what: Any) -> None:
         for callback in self.callback_handler.callbacks:
-            if hasattr(callback, "on_chunk"):
-                callback.on_chunk(self.args, self.state, self.control, done=done, total=total)
+            if hasattr(callback, event):
+                getattr(callback, event)(self.args, self.state, self.control, **what)
 
     def _loss_scale(self, num_items: Tensor | int | None) -> float:
         """What the loss is multiplied by beyond its division by the number of items, as in the stock Trainer."""

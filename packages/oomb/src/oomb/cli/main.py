@@ -16,7 +16,22 @@ Train a causal language model on sequences far longer than a chunk, with exact g
 Without arguments: a small model and a byte-level tokenizer made on the spot, trained on the running Python's own
 standard library. Otherwise name the model, the data and the context, in a YAML file or as `--key value`; the command
 line wins. Keys may be written with dashes or underscores.
+
+  oomb train --model path/to/model --data books/ --context 131072
+  oomb train run.yaml --dry-run                            say what would be done, and stop
+  oomb train run.yaml --resume true                        go on where Ctrl-C, SIGTERM or a crash ended it
+  oomb train run.yaml --adapter lora --optim adamw_8bit    adapters; optimizers by transformers' names
 """
+
+TRAIN_MORE = """\
+Every field of transformers.TrainingArguments is a setting too, by its own name: --gradient-accumulation-steps 8,
+--optim paged_adamw_8bit, --save-steps 50, --eval-steps 50, --report-to tensorboard, --neftune-noise-alpha 5,
+--label-smoothing-factor 0.1, --lr-scheduler-type linear, --activation-checkpointing true, --use-liger-kernel true.
+"""
+
+COMMANDS = {
+    "train": "train a model",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,11 +71,13 @@ def _dispatch(argv: list[str]) -> int:
 
     top = Parser(prog="oomb", description=ABOUT, allow_abbrev=False)
     top.add_argument("--version", action="version", version=_version())
-    top.add_argument("command", choices=["train"], help="train: train a model; `oomb train --help` tells more")
+    listed = "; ".join(f"{name}: {what}" for name, what in COMMANDS.items())
+    top.add_argument("command", choices=list(COMMANDS), help=f"{listed}. `oomb COMMAND --help` tells more")
     top.parse_args(argv[:1] or ["--help"])
     train = Parser(
         prog="oomb train",
         description=TRAIN_HELP,
+        epilog=TRAIN_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         usage="oomb train [CONFIG.yaml] [--key value ...]",
@@ -69,7 +86,8 @@ def _dispatch(argv: list[str]) -> int:
     settings = read_settings(train, argv[1:])
     from oomb.cli.train import run  # transformers too, only for a run
 
-    return run(settings)
+    dry_run = any(word.replace("_", "-") == "--dry-run" for word in argv)
+    return run(settings, dry_run=dry_run)
 
 
 def _version() -> str:

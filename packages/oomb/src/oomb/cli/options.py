@@ -8,6 +8,7 @@ import difflib
 import re
 import typing
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from fractions import Fraction
 from pathlib import Path
 from types import NoneType, UnionType
@@ -17,7 +18,7 @@ import torch
 import yaml
 
 from oomb.config import ChunkConfig
-from oomb.train_config import TrainConfig
+from oomb.train_config import RENAMED, TrainConfig
 
 # ChunkConfig is the library's, so its help stands here; a test keeps the two in step.
 CHUNK_HELP = {
@@ -40,6 +41,7 @@ CHUNK_HELP = {
     "loss_tile_tokens": "tokens whose logits are held at once; auto: by vocabulary",
     "check_recompute": "compare recomputed keys with the stored ones",
 }
+FLAGS = ("--config", "--help", "--dry-run")
 _UNITS = {"": 1, "b": 1} | {p + s: b**e for e, p in enumerate("kmgt", 1) for s, b in (("b", 1000), ("ib", 1024))}
 
 
@@ -54,15 +56,28 @@ class Option:
 
 
 def options() -> dict[str, Option]:
-    """All settings of `oomb train`, those of the run first, then those of the chunked step."""
+    """The settings of `oomb train` that its help lists, those of the run first, then those of the chunked step."""
     found: dict[str, Option] = {}
     for config in (TrainConfig, ChunkConfig):
         hints = typing.get_type_hints(config)
         for field in dataclasses.fields(config):
-            if field.name != "chunks":
+            if field.name not in ("chunks", "trainer"):
                 help = field.metadata.get("help") or CHUNK_HELP.get(field.name, "")
                 found[field.name] = Option(field.name, hints[field.name], help, field.default)
     return found
+
+
+def trainer_options() -> dict[str, Option]:
+    """The settings that transformers.TrainingArguments brings, by its own names."""
+    from transformers import TrainingArguments  # seconds to import: only where such a setting is met
+
+    hints = typing.get_type_hints(TrainingArguments)
+    fields = [field for field in dataclasses.fields(TrainingArguments) if field.init]
+    return {
+        field.name: Option(field.name, hints[field.name], str(field.metadata.get("help", "")), field.default)
+        for field in fields
+        if field.name not in RENAMED
+    }
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,6 +91,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Give the parser one `--key value` per setting, and the config file."""
     parser.add_argument("file", nargs="?", metavar="CONFIG.yaml", help="settings, one `key: value` a line")
     parser.add_argument("--config", metavar="CONFIG.yaml", help="the same, by name")
+    parser.add_argument("--dry-run", action="store_true", help="load, say what would be done, and stop")
     for option in options().values():
         default = "" if option.default is dataclasses.MISSING else f" (default {_shown(option.default)})"
         parser.add_argument(_flag(option.name), metavar="VALUE", dest=option.name, help=option.help + default)
@@ -87,15 +103,18 @@ def read_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[
     Raises: ValueError naming an unknown key and the closest one, or the value that could not be read
     """
     spelled = [re.sub(r"^--[^=]+", lambda key: key[0].replace("_", "-"), word) for word in argv]
+    known = options()
     for word in spelled:
-        if re.match(r"--[^=]", word) and word.split("=")[0] not in ("--config", "--help"):
-            _known(word.split("=")[0][2:].replace("-", "_"), "the command line")
+        if re.match(r"--[^=]", word) and word.split("=")[0] not in FLAGS:
+            option = _known(word.split("=")[0][2:].replace("-", "_"), "the command line")
+            if option.name not in known:
+                parser.add_argument(_flag(option.name), metavar="VALUE", dest=option.name)
+                known[option.name] = option
     parsed = vars(parser.parse_args(spelled))
     file, config = parsed.pop("file"), parsed.pop("config")
     if file and config:
         raise ValueError(f"two config files were given, {file!r} and {config!r}: give one")
     settings = _read_file(file or config) if file or config else {}
-    known = options()
     given = {name: value for name, value in parsed.items() if name in known and value is not None}
     return settings | {name: convert(known[name], value, _flag(name)) for name, value in given.items()}
 
@@ -113,10 +132,10 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
         raise ValueError(f"{source} must hold `key: value` lines, got a {type(content).__name__}")
     settings = {}
     for key, value in content.items():
-        name = _known(str(key).replace("-", "_"), source)
-        if name in settings:
-            raise ValueError(f"{source}: {name} is set twice")
-        settings[name] = convert(options()[name], value, f"{source}: {name}")
+        option = _known(str(key).replace("-", "_"), source)
+        if option.name in settings:
+            raise ValueError(f"{source}: {option.name} is set twice")
+        settings[option.name] = convert(option, value, f"{source}: {option.name}")
     return settings
 
 
@@ -149,6 +168,8 @@ def convert(option: Option, value: Any, where: str) -> Any:
         (int, _bytes if option.name.endswith("_bytes") else _int, "a whole number"),
         (float, _float, "a number"),
         (torch.dtype, _dtype, "float32, bfloat16 or float64"),
+        (dict, _mapping, "a mapping like {key: value}"),
+        (list, _list, "a list like [a, b]"),
         (str, lambda text: text if isinstance(text, str) else None, "text"),
     ):
         if kind in kinds:
@@ -170,17 +191,26 @@ def _read_file(path: str) -> dict[str, Any]:
     return parse_yaml(text, path)
 
 
-def _known(name: str, source: str) -> str:
-    names = options()
-    if name not in names:
-        closest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f"did you mean {closest[0]!r}?" if closest else "`oomb train --help` lists them"
-        raise ValueError(f"{source} sets {name!r}, which is no setting: {hint}")
-    return name
+def _known(name: str, source: str) -> Option:
+    own = options()
+    if name in own:
+        return own[name]
+    if name in RENAMED:
+        instead = f"it is called {RENAMED[name]!r} here" if RENAMED[name] else "`oomb train` sees to that itself"
+        raise ValueError(f"{source} sets {name!r}: {instead}")
+    others = trainer_options()
+    if name in others:
+        return others[name]
+    closest = difflib.get_close_matches(name, [*own, *others], n=1, cutoff=0.6)
+    hint = f"did you mean {closest[0]!r}?" if closest else "`oomb train --help` lists them"
+    raise ValueError(f"{source} sets {name!r}, which is no setting: {hint}")
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
+    """The types a value may have; of `list[str]` the list, of an enumeration its text."""
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
+    plain = (kind if typing.get_origin(kind) in (None, Literal) else typing.get_origin(kind) for kind in kinds)
+    return tuple(str if isinstance(kind, type) and issubclass(kind, Enum) else kind for kind in plain)
 
 
 def _flag(name: str) -> str:
@@ -217,6 +247,23 @@ def _bool(value: Any) -> bool | None:
     if isinstance(value, str):
         return {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}.get(value.lower())
     return value if isinstance(value, bool) else None
+
+
+def _parsed(value: Any, kind: type) -> Any:
+    if isinstance(value, str):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError:
+            return None
+    return value if isinstance(value, kind) else None
+
+
+def _mapping(value: Any) -> dict[str, Any] | None:
+    return _parsed(value, dict)
+
+
+def _list(value: Any) -> list[Any] | None:
+    return _parsed(value, list)
 
 
 def _dtype(value: Any) -> torch.dtype | None:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from oomb.checkpoint import save_checkpoint
 from oomb.cli.options import parse_yaml
-from oomb.plots import draw_loss
+from oomb.eta import ModelWork
+from oomb.hf_trainer import OombTrainer
+from oomb.interrupt import Interrupted
+from oomb.job import SETTINGS, Job, prepare, written_settings
+from oomb.model_loading import load_config, load_model, positions
+from oomb.packing import collate
+from oomb.plots import draw_loss, draw_memory
+from oomb.progress import Progress
+from oomb.sequences import Sequences
 from oomb.train_config import TINY, TrainConfig
-from oomb.trainer import Job, fit, prepare
 
 PROMPT_TOKENS = 64
 
@@ -27,32 +36,94 @@ def demo_settings() -> dict[str, Any]:
     return parse_yaml(resources.files("oomb.cli").joinpath("demo.yaml").read_text(encoding="utf-8"), "demo.yaml")
 
 
-def run(settings: Mapping[str, Any]) -> int:
-    """Train as the settings say.
+def run(settings: Mapping[str, Any], *, dry_run: bool = False) -> int:
+    """Train as the settings say; with `dry_run`, load, say what would be done, and stop.
 
-    Returns: 0, or 130 when interrupted
+    Returns: 0; 130 when interrupted, 143 when terminated
     Raises: ValueError before work starts, for what the settings got wrong
     """
     transformers.utils.logging.disable_progress_bar()  # the bar here is the run's
     base = demo_settings() if settings.get("model", TINY) == TINY else {}
     job = prepare(TrainConfig.from_settings(base | dict(settings)))
-    _announce(job)
-    records: list[Any] = []
+    trainer, progress = make_trainer(job)
+    announce(job)
     try:
-        records = fit(job)
+        if dry_run:
+            print("dry run     nothing was trained")
+            return 0
+        trainer.train(resume_from_checkpoint=None if job.resume_from is None else str(job.resume_from))
+        if job.held_out is not None:
+            print(f"held out    loss {trainer.evaluate()['eval_loss']:.4f} nats a token")
         save_checkpoint(job.checkpoint, job.model, job.tokenizer)
-    except KeyboardInterrupt:
-        kept = f"{job.checkpoint} is as it was" if job.checkpoint.exists() else "no checkpoint was written"
-        print(f"\ninterrupted: {kept}; metrics so far are in {job.output / 'metrics.jsonl'}", file=sys.stderr)
-        return 130
-    _write_settings(job)
-    draw_loss(job.output / "loss.png", records, f"{job.config.context:,} tokens of context")
+    except KeyboardInterrupt as interrupt:
+        progress.close()
+        return _interrupted(job, interrupt)
+    finally:
+        progress.close()
+        folder = Path(job.arguments.output_dir or "")
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()  # the Trainer makes it before there is anything to save
+    _finish(job, progress)
+    return 0
+
+
+def make_trainer(job: Job) -> tuple[OombTrainer, Progress]:
+    """The Trainer of a job, and what shows its steps."""
+    sparse = job.config.chunks.attention == "sparse"
+    c = job.config.chunks
+    read = (c.top_k_pages + c.recent_pages + c.sink_pages) * c.page_tokens if sparse else None
+    progress = Progress(ModelWork.of(job.model, read), job.output / "metrics.jsonl")
+    rows: Any = job.data.rows if isinstance(job.data, Sequences) else job.data
+    trainer = OombTrainer(
+        model=job.model,
+        args=job.arguments,
+        train_dataset=rows,
+        eval_dataset=None if job.held_out is None else job.held_out.rows,
+        data_collator=collate,
+        callbacks=[progress, _Beside(job)],
+        chunk_config=job.config.chunks,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer, progress
+
+
+class _Beside(TrainerCallback):
+    """Leaves the tokenizer and the run's settings in each checkpoint."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        self._job.tokenizer.save_pretrained(folder)
+        _write_settings(self._job, folder / SETTINGS)
+
+
+def _interrupted(job: Job, interrupt: KeyboardInterrupt) -> int:
+    kept = getattr(interrupt, "checkpoint", None)
+    if kept is not None:
+        print(f"\ninterrupted: {kept} holds the last whole step; --resume true goes on from it", file=sys.stderr)
+    else:
+        before = f"{job.checkpoint} is as it was" if job.checkpoint.exists() else "no checkpoint was written"
+        print(f"\ninterrupted: {before}", file=sys.stderr)
+    return 128 + interrupt.number if isinstance(interrupt, Interrupted) else 130
+
+
+def _finish(job: Job, progress: Progress) -> None:
+    """Leave pictures and settings, drop what only an interruption had needed, and show that the checkpoint works."""
+    _write_settings(job, job.output / "settings.yaml")
+    records, title = progress.records, f"{job.config.context:,} tokens of context"
+    draw_loss(job.output / "loss.png", records, title)
+    draw_memory(job.output / "memory.png", records, title)
+    if job.arguments.save_strategy == "no":
+        shutil.rmtree(job.arguments.output_dir or "", ignore_errors=True)
+    if not isinstance(job.data, Sequences) and job.data.report is not None:
+        _say("data", job.data.report.lines())
     print(f"loss        {records[0].loss:.4f} -> {records[-1].loss:.4f} nats a token")
     print(f"checkpoint  {job.checkpoint}")
-    print(f"loss curve  {job.output / 'loss.png'}")
+    print(f"pictures    {job.output / 'loss.png'}, {job.output / 'memory.png'}")
     if job.config.generate_tokens:
         print(f"reloaded, it goes on with\n{sample(job)}")
-    return 0
 
 
 def sample(job: Job) -> str:
@@ -61,9 +132,14 @@ def sample(job: Job) -> str:
     Returns: the continuation, quoted
     """
     tokenizer = AutoTokenizer.from_pretrained(job.checkpoint)
-    model: Any = AutoModelForCausalLM.from_pretrained(job.checkpoint)
+    model: Any
+    if job.config.adapter == "none":
+        model = AutoModelForCausalLM.from_pretrained(job.checkpoint)
+    else:
+        model = _with_saved_adapters(job)
     model.to(job.device).eval()
-    prompt = job.windows.step(0)[:, :PROMPT_TOKENS].to(job.device)
+    row: Any = job.data.rows[0] if isinstance(job.data, Sequences) else next(iter(job.data))
+    prompt = torch.tensor(row["input_ids"][:PROMPT_TOKENS], dtype=torch.long, device=job.device)[None]
     torch.manual_seed(job.config.seed)
     with torch.inference_mode():
         ids = model.generate(
@@ -76,33 +152,60 @@ def sample(job: Job) -> str:
     return repr(tokenizer.decode(ids[0, prompt.shape[1] :]))
 
 
-def _announce(job: Job) -> None:
-    windows, config = job.windows, job.config
-    parameters = sum(p.numel() for p in job.model.parameters())
-    kind = f"{job.model.dtype}".removeprefix("torch.") + (", computed in bfloat16" if job.mixed else "")
+def _with_saved_adapters(job: Job) -> Any:
+    """A new base with the adapters of the checkpoint on it."""
+    import dataclasses
+
+    from peft import PeftModel
+
+    plain = dataclasses.replace(job.config, adapter="none")
+    base = load_model(plain, load_config(plain, job.tokenizer), job.model.dtype, job.device)
+    return PeftModel.from_pretrained(base, str(job.checkpoint))
+
+
+def announce(job: Job) -> None:
+    """Say what the run will do: model, data, steps."""
+    config, model = job.config, job.model
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    kind = f"{model.dtype}".removeprefix("torch.") + (", computed in bfloat16" if job.mixed else "")
+    share = "" if trained == total else f", {trained:,} of them trained ({config.adapter})"
+    name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+    print(f"model       {config.model}: {name}, {total:,} parameters{share}, {kind}, {job.device}")
+    if isinstance(job.data, Sequences):
+        _say("data", [f"{config.data}: {job.data.report.lines()[0]}", *job.data.report.lines()[1:]])
+    else:
+        print(f"data        {config.data}: read while training")
+    batch = job.arguments.per_device_train_batch_size * job.arguments.gradient_accumulation_steps
     chunk = config.chunks.chunk_length(job.device)
-    print(f"model       {config.model}: {type(job.model).__name__}, {parameters:,} parameters, {kind}, {job.device}")
-    print(f"data        {config.data}: {windows.files:,} files read, {len(windows):,} sequences of {config.context:,}")
-    if windows.unused_tokens:
-        print(f"            {windows.unused_tokens:,} tokens at the end fill no whole sequence and are not used")
-    if windows.skipped:
-        names = ", ".join(windows.skipped[:3]) + (" ..." if len(windows.skipped) > 3 else "")
-        print(f"            {len(windows.skipped):,} files skipped, not UTF-8 text: {names}")
-    if job.steps > len(windows):
-        print(f"            {job.steps:,} steps go through them {job.steps / len(windows):.1f} times")
-    print(f"steps       {job.steps:,} of {config.context:,} tokens, in chunks of {chunk:,}", flush=True)
-    longest = getattr(job.model.config.get_text_config(), "max_position_embeddings", None)
-    if longest and config.context > longest:
-        print(f"warning: this model was made for {longest:,} positions: more need a RoPE setting", file=sys.stderr)
+    if config.steps is not None:
+        steps = config.steps
+        if isinstance(job.data, Sequences) and steps * batch > len(job.data):
+            print(f"            {steps:,} steps go through them {steps * batch / len(job.data):.1f} times")
+    else:
+        assert isinstance(job.data, Sequences)
+        steps = -(-len(job.data) // batch)
+    optimizer = getattr(job.arguments.optim, "value", job.arguments.optim)
+    each = f"{batch:,} sequences of up to {config.context:,}" if batch > 1 else f"up to {config.context:,}"
+    print(f"steps       {steps:,} of {each} tokens, in chunks of {chunk:,}, {optimizer}", flush=True)
+    if job.resume_from is not None:
+        print(f"resume      from {job.resume_from}")
+    longest = positions(model.config)
+    if longest and config.context > longest and config.rope_type != "dynamic":
+        print(
+            f"warning: this model was made for {longest:,} positions; for more, set rope_type (yarn) or rope_theta",
+            file=sys.stderr,
+        )
 
 
-def _write_settings(job: Job) -> None:
-    """Leave the settings beside the checkpoint, as a file that `oomb train` takes."""
-    settings = {
-        name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-        for name, value in job.config.to_settings().items()
-    }
-    path = job.output / "settings.yaml"
+def _say(name: str, lines: list[str]) -> None:
+    for index, line in enumerate(lines):
+        print(f"{name if not index else '':<12}{line}")
+
+
+def _write_settings(job: Job, path: Path) -> None:
+    """Leave the settings as a file that `oomb train` takes."""
+    settings = written_settings(job.config) | {"resume": False}
     partial = path.with_suffix(".yaml.new")
     partial.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
     os.replace(partial, path)
