@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import auto
+from . import auto, packed
 from .function import Accumulate, Backend, Call, Kept, PagedAttention
 from .page_table import is_count
 from .past import Geometry, PastSource
@@ -52,12 +52,16 @@ def paged_attention(
     Raises: ValueError for anything that does not fit, before anything is touched, and for a backend that is not
         available; RuntimeError from the backward when the past changed since the forward
     Source: FlashAttention-2 (arXiv 2307.08691), PagedAttention (arXiv 2309.06180); oracle: reference.py
+    In inference the tokens of several sequences come without padding, q [T, H, D] and k, v [T, G, D], in the order of
+    `PagedKV.extend({sequence: tokens})`, after `append`: forward only, no documents, first_token or kept (packed.py).
     `kept`: mapping layer -> (out, lse). Absent: computed and set. Present: reused. The layer's backward pops it.
     """
+    if isinstance(q, Tensor) and q.ndim == 3:
+        return _packed(q, k, v, past, layer, scale, window, sinks, documents, first_token, selected, kept, backend)
     _check_tensors(q, k, v)
     lengths = _check_past(past, layer, q.shape[0])
-    _check_options(q, scale, window, first_token, accumulate)
-    _check_sinks(sinks, q)
+    _check_options(scale, window, first_token, accumulate)
+    _check_sinks(sinks, q, heads=q.shape[2])
     documents = _check_documents(documents, q)
     selected = _check_selected(selected, q, k, lengths, past.page_tokens)
     _check_kept(kept, layer, q)
@@ -65,6 +69,36 @@ def paged_attention(
     chosen = load_backend(auto.choose(q, k, geometry, past)[0] if backend == "auto" else backend)
     call = Call(past, layer, geometry, _first_page(geometry, first_token), chosen, accumulate, kept)
     return PagedAttention.apply(q, k, v, sinks, call)
+
+
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: PastSource,
+    layer: int,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    documents: Tensor | None,
+    first_token: int | None,
+    selected: Tensor | None,
+    kept: Kept | None,
+    backend: BackendName,
+) -> Tensor:
+    """Tokens of several sequences without padding, forward only (packed.py)."""
+    for name, value in (("documents", documents), ("first_token", first_token), ("kept", kept)):
+        if value is not None:
+            raise ValueError(f"paged_attention: {name} is for [B, C, H, D]; tokens without padding, [T, H, D], take none")
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"paged_attention: expected {name} [T, heads, D], got {type(x).__name__}")
+    if backend != "auto":
+        load_backend(backend)
+    _check_options(scale, window, first_token, "owner")
+    _check_sinks(sinks, q, heads=q.shape[1])
+    more = {"scale": scale, "window": window, "sinks": sinks, "selected": selected, "backend": backend}
+    return packed.packed_attention(paged_attention, q, k, v, past, layer, **more)  # type: ignore[arg-type]
 
 
 def load_backend(name: str) -> Backend:
@@ -130,9 +164,7 @@ def _check_past(past: PastSource, layer: int, batch: int) -> tuple[int, ...]:
     return lengths
 
 
-def _check_options(
-    q: Tensor, scale: float, window: int | None, first_token: int | None, accumulate: Accumulate
-) -> None:
+def _check_options(scale: float, window: int | None, first_token: int | None, accumulate: Accumulate) -> None:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"paged_attention: expected scale to be a finite number, got {scale!r}; often D ** -0.5")
     if window is not None and not is_count(window, 1):
@@ -143,10 +175,9 @@ def _check_options(
         raise ValueError(f"paged_attention: expected accumulate 'owner' or 'atomic', got {accumulate!r}")
 
 
-def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+def _check_sinks(sinks: Tensor | None, q: Tensor, heads: int) -> None:
     if sinks is None:
         return
-    heads = q.shape[2]
     if tuple(sinks.shape) != (heads,) or not sinks.is_floating_point() or sinks.device != q.device:
         raise ValueError(
             f"paged_attention: expected sinks [{heads}] of a floating dtype on {q.device}, got {list(sinks.shape)} of "

@@ -25,9 +25,10 @@ class OutOfPages(MemoryError):
 class PageTable:
     """Sequences of tokens in pages of a fixed number of slots.
 
-    A sequence of n tokens owns `ceil(n / page_tokens)` slots; its i-th page (logical id i) is in `slots(sequence)[i]`.
-    A sequence grows into the slot behind its last one when that is free, so pages of a fresh table form runs. Every
-    method either succeeds as a whole or raises and changes nothing.
+    A sequence of n tokens has `ceil(n / page_tokens)` slots; its i-th page (logical id i) is in `slots(sequence)[i]`.
+    A sequence grows into the slot behind its last one when that is free, so pages of a fresh table form runs. Forks
+    share pages: a slot is free again when its last owner lets go of it, and a page that several own is copied before
+    one of them writes to it. Every method either succeeds as a whole or raises and changes nothing.
 
     Units: slots and pages in pages, lengths in tokens
     Source: PagedAttention (arXiv 2309.06180)
@@ -40,6 +41,7 @@ class PageTable:
         self.page_tokens = page_tokens
         self._free = bytearray(b"\1") * slots
         self._free_pages = slots
+        self._owners: dict[int, int] = {}  # slot -> sequences that have it, where there is more than one
         self._slots: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
         self._near: dict[int, int] = {}
@@ -70,39 +72,67 @@ class PageTable:
         self._slots[sequence], self._lengths[sequence], self._near[sequence] = [], 0, near
         return sequence
 
+    def fork(self, sequence: int, length: int) -> int:
+        """A new sequence that begins with another's first `length` tokens, in the same pages. It takes none.
+
+        Returns: the new sequence's id
+        """
+        self._known(sequence)
+        if not is_count(length, 0) or length > self._lengths[sequence]:
+            raise ValueError(f"PageTable.fork: expected a length in [0, {self._lengths[sequence]}], got {length!r}")
+        new = self.add(self._near[sequence])
+        self._slots[new] = self._slots[sequence][: self._pages(length)]
+        self._lengths[new] = length
+        for slot in self._slots[new]:
+            self._owners[slot] = self._owners.get(slot, 1) + 1
+        return new
+
     def length(self, sequence: int) -> int:
         self._known(sequence)
         return self._lengths[sequence]
 
-    def slots(self, sequence: int) -> tuple[int, ...]:
-        """The sequence's slots in logical order."""
+    def slots(self, sequence: int, first_page: int = 0) -> tuple[int, ...]:
+        """The sequence's slots in logical order, from its page `first_page` on."""
         self._known(sequence)
-        return tuple(self._slots[sequence])
+        return tuple(self._slots[sequence][first_page:])
 
-    def extend(self, tokens: Mapping[int, int]) -> int:
+    def shares(self, sequence: int) -> bool:
+        """Whether another sequence has one of its pages too."""
+        self._known(sequence)
+        return bool(self._owners) and any(slot in self._owners for slot in self._slots[sequence])
+
+    def extend(self, tokens: Mapping[int, int]) -> list[tuple[int, int]]:
         """Make room for more tokens at the end of some sequences: for all of them, or for none.
 
+        A sequence whose last page has room but other owners gets a page of its own in its place.
+
         Units: tokens: sequence -> tokens to add
-        Returns: pages taken
+        Returns: (slot, slot) pairs: what the first holds must be copied to the second before anything is written
         Raises: OutOfPages if they do not all fit; ValueError for an unknown sequence or a negative number
         """
-        needed = {}
+        needed, shared, leaving = {}, [], {}
         for sequence, count in tokens.items():
             self._known(sequence)
             if not is_count(count, 0):
                 raise ValueError(f"PageTable.extend: expected an int >= 0 of tokens, got {count!r}")
             needed[sequence] = self._pages(self._lengths[sequence] + count) - len(self._slots[sequence])
-        total = sum(needed.values())
+            if count and self._lengths[sequence] % self.page_tokens:
+                last = self._slots[sequence][-1]
+                if self._owners.get(last, 1) - leaving.get(last, 0) > 1:  # the last one to stay needs no copy
+                    leaving[last] = leaving.get(last, 0) + 1
+                    shared.append(sequence)
+        total = sum(needed.values()) + len(shared)
         if total > self._free_pages:
             raise OutOfPages(total, self._free_pages, self.total_pages)
+        copies = [self._replace_last(sequence) for sequence in shared]
         for sequence, pages in needed.items():
             for _ in range(pages):
                 self._slots[sequence].append(self._take(sequence))
             self._lengths[sequence] += tokens[sequence]
-        return total
+        return copies
 
     def truncate(self, sequence: int, length: int) -> list[int]:
-        """Cut a sequence to its first `length` tokens and free the pages that lie wholly beyond.
+        """Cut a sequence to its first `length` tokens and let go of the pages that lie wholly beyond.
 
         Returns: the slots that became free
         """
@@ -110,9 +140,10 @@ class PageTable:
         if not is_count(length, 0) or length > self._lengths[sequence]:
             raise ValueError(f"PageTable.truncate: expected a length in [0, {self._lengths[sequence]}], got {length!r}")
         keep = self._pages(length)
-        freed = self._slots[sequence][keep:]
+        dropped = self._slots[sequence][keep:]
         del self._slots[sequence][keep:]
         self._lengths[sequence] = length
+        freed = [slot for slot in dropped if self._let_go(slot)]
         for slot in freed:
             self._free[slot] = 1
         self._free_pages += len(freed)
@@ -123,6 +154,23 @@ class PageTable:
         freed = self.truncate(sequence, 0)
         del self._slots[sequence], self._lengths[sequence], self._near[sequence]
         return freed
+
+    def _replace_last(self, sequence: int) -> tuple[int, int]:
+        old = self._slots[sequence].pop()
+        last = self._let_go(old)
+        assert not last, "extend counted the owners"
+        new = self._take(sequence)
+        self._slots[sequence].append(new)
+        return old, new
+
+    def _let_go(self, slot: int) -> bool:
+        """One owner less; whether none is left."""
+        owners = self._owners.get(slot, 1) - 1
+        if owners > 1:
+            self._owners[slot] = owners
+        else:
+            self._owners.pop(slot, None)
+        return owners == 0
 
     def _take(self, sequence: int) -> int:
         owned = self._slots[sequence]
@@ -139,7 +187,7 @@ class PageTable:
         return -(-length // self.page_tokens)
 
     def _known(self, sequence: int) -> None:
-        if sequence not in self._slots:
+        if not isinstance(sequence, int) or isinstance(sequence, bool) or sequence not in self._slots:
             raise ValueError(f"PageTable: no sequence {sequence!r}; it was released, or never added")
 
 

@@ -51,6 +51,18 @@ class PagePool:
         self.device = self.k[0].device
         self._grads: list[tuple[Tensor, Tensor] | None] = [None] * layers
 
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy pages of keys and values in every layer: (from, to) slots, no target twice."""
+        source, target = torch.tensor(copies, dtype=torch.int64).T.contiguous().to(self.device)
+        with torch.no_grad():
+            for pages in (*self.k, *self.v):
+                pages.index_copy_(0, target, pages[source])
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether some layer has gradient pages."""
+        return any(grads is not None for grads in self._grads)
+
     def grads(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """A layer's gradient pages, [slots, P, G, D] each, or None before its first backward."""
         return self._grads[layer]
@@ -86,7 +98,7 @@ class PagePool:
 
     def drop_grads(self, slots: list[int]) -> None:
         """Freed slots hold no gradient any more."""
-        if slots:
+        if slots and self.has_grads:
             self._live[:, slots] = False
 
 

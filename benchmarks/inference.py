@@ -1,0 +1,149 @@
+"""Decoding over pages: bandwidth beside a copy's, host time, and generation beside transformers' DynamicCache, in one run.
+
+    python3 benchmarks/inference.py --out benchmarks/results/inference_h200_<date>.json
+
+Decoding: one layer, 28 query and 4 KV heads of 128, bfloat16, pages of 128. Time is that of a CUDA graph of many calls,
+so that launches do not count; host time a call is measured apart, as it is without a graph. A cache of less than 256 MB
+may lie in the chip's own cache from call to call: such rows are in the table, but say nothing of memory. Every row's
+result is first compared with float64 attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages/paged_kv/src"))
+
+from paged_kv import PagedKV, PagePool, paged_attention
+
+HEADS, GROUPS, DIM, PAGE = 28, 4, 128, 128
+SCALE = DIM**-0.5
+K = 1024
+CASES = [(b, (length,) * b) for b in (1, 4, 16, 64) for length in (4 * K, 32 * K, 128 * K, 256 * K)]
+CASES += [(64, (256 * K, *(1 * K,) * 63)), (64, tuple(512 * (1 + i) for i in range(64)))]
+
+
+def milliseconds(call, calls: int = 20, rounds: int = 5) -> float:
+    """The best round's time a call, of a graph of `calls` calls."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    times = []
+    for _ in range(rounds + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / calls)
+    return min(times[1:])
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by a copy of 4 GiB."""
+    source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (milliseconds(lambda: target.copy_(source), 5) * 1e-3)
+
+
+class Decode:
+    """A cache of sequences of these lengths, each with one new token."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        slots = sum(-(-n // PAGE) for n in lengths)
+        pool = PagePool(
+            layers=1, slots=slots, page_tokens=PAGE, kv_heads=GROUPS, head_dim=DIM, dtype=torch.bfloat16, device="cuda"
+        )  # fmt: skip
+        for pages in (pool.k[0], pool.v[0]):
+            pages.normal_()
+        self.lengths = lengths
+        self.kv = kv = PagedKV(pool)
+        ids = [kv.add() for _ in lengths]
+        kv.extend({s: n - 1 for s, n in zip(ids, lengths)})
+        kv.mark_appended([0])  # what the pages hold already is the past
+        kv.extend(dict.fromkeys(ids, 1))
+        make = lambda heads: torch.randn(len(lengths), heads, DIM, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+        self.q, self.k, self.v = make(HEADS), make(GROUPS), make(GROUPS)
+        kv.append(0, self.k, self.v)
+
+    def run(self) -> Tensor:
+        return paged_attention(self.q, self.k, self.v, self.kv, 0, scale=SCALE)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.lengths) * GROUPS * DIM * 2 * 2
+
+    def error(self) -> float:
+        """Of the longest and the last sequence's last head, against float64."""
+        out, worst = self.run(), 0.0
+        for s in {max(range(len(self.lengths)), key=lambda i: self.lengths[i]), len(self.lengths) - 1}:
+            pages = self.kv.step().table[self.kv.step().rows[s], : -(-self.lengths[s] // PAGE)].long()
+            k, v = (
+                x[0][pages, :, GROUPS - 1].flatten(0, 1)[: self.lengths[s]].double()
+                for x in (self.kv.pool.k, self.kv.pool.v)
+            )
+            true = (k @ self.q[s, -1].double() * SCALE).softmax(0) @ v
+            worst = max(worst, float((out[s, -1].double() - true).norm() / true.norm()))
+        return worst
+
+    def host_microseconds(self, calls: int = 100) -> float:
+        """Python's time for one call that nothing waits for."""
+        self.run()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            self.run()
+        spent = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return spent / calls * 1e6
+
+
+@torch.no_grad()
+def decoding(copy: float) -> list[dict]:
+    rows = []
+    for batch, lengths in CASES:
+        case = Decode(lengths)
+        error = case.error()
+        assert error < 2e-2, f"wrong: {error}"
+        calls = max(2, min(50, int(2e10 / case.bytes)))
+        ms = milliseconds(case.run, calls)
+        label = f"{lengths[0] // K} K" if len(set(lengths)) == 1 else f"{min(lengths)} to {max(lengths)}"
+        row = {
+            "batch": batch, "length": label, "megabytes": case.bytes / 1e6, "microseconds": ms * 1e3,
+            "terabytes_a_second": case.bytes / ms * 1e-9, "of_copy": case.bytes / (ms * 1e-3) / copy, "error": error,
+        }  # fmt: skip
+        if sum(lengths) <= 2**19:
+            row["host_microseconds"] = case.host_microseconds()
+        rows.append(row)
+        print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+        del case
+        torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    copy = copy_bandwidth()
+    torch.cuda.empty_cache()
+    result = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_terabytes_a_second": copy * 1e-12,
+        "decode": decoding(copy),
+    }  # fmt: skip
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Mixed batches: the decode kernel and the padded path beside it against dense float64 attention, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.paged_kv.oracle import poisoned
+from tests.paged_kv.packed_case import Packed
+
+from paged_kv import PagedKV, PagePool, paged_attention
+
+triton_decode = pytest.importorskip("paged_kv.triton_decode")
+ON_CPU = not torch.cuda.is_available()
+interpreted = pytest.mark.skipif(not ON_CPU, reason="runs in Triton's interpreter")
+
+
+@st.composite
+def problems(draw, most=4):
+    batch = draw(st.integers(1, 4))
+    page = draw(st.sampled_from([16, 32, 48]))
+    return {
+        "starts": tuple(draw(st.lists(st.integers(0, 150), min_size=batch, max_size=batch))),
+        "counts": tuple(draw(st.lists(st.integers(1, most), min_size=batch, max_size=batch))),
+        "groups": draw(st.integers(1, 2)),
+        "repeat": draw(st.sampled_from([1, 3, 7, 8])),
+        "dim": draw(st.sampled_from([8, 16, 24, 64])),
+        "page": page,
+        "window": draw(st.none() | st.integers(1, 90)),
+        "with_sinks": draw(st.booleans()),
+        "lists": draw(st.none() | st.integers(1, 5)),
+        "list_heads": draw(st.booleans()),
+        "scale": draw(st.sampled_from([0.3, -0.2])),
+        "seed": draw(st.integers(0, 99)),
+    }
+
+
+@interpreted
+@settings(max_examples=12, deadline=None)
+@given(problems(most=3))
+def test_the_decode_kernel_equals_dense_attention(options):
+    case = Packed(**options)
+    with poisoned():
+        out = case.run("triton")
+    case.check(out)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems(most=40), st.sampled_from([torch.float64, torch.float32]))
+def test_the_reference_equals_dense_attention(options, dtype):
+    case = Packed(**options, dtype=dtype)
+    case.check(case.run("reference"))
+    assert torch.equal(case.run("auto"), case.run("reference")), "on a CPU auto is the reference"
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_prompts_parts_of_prompts_and_single_tokens_in_one_call(dtype):
+    case = Packed((0, 70, 130, 9, 64), (33, 20, 1, 2, 1), page=64, dim=64, dtype=dtype)
+    case.check(case.run("triton"))
+
+
+@interpreted
+def test_a_sequence_longer_than_all_programs_shares_beside_short_ones():
+    case = Packed((400, 3, 0, 40), (1, 1, 1, 2), groups=1)
+    case.check(case.run("triton"))
+
+
+@interpreted
+def test_rows_of_one_unit_fill_and_overflow_its_tile():
+    for repeat in (16, 33, 100):
+        case = Packed((20, 3), (5, 1), groups=1, repeat=repeat, dim=16)
+        case.check(case.run("triton"))
+
+
+def test_what_a_mixed_batch_refuses():
+    case = Packed((30, 5), (3, 1))
+    good = {"q": case.q, "k": case.k, "v": case.v, "past": case.kv, "layer": 1, "scale": 0.2}
+
+    def refused(match, **change):
+        with pytest.raises(ValueError, match=match):
+            paged_attention(**(good | change))
+
+    refused("the open block has 4 tokens", q=case.q[:3])
+    refused("expected k", k=case.k[:, :1])
+    refused("expected v", v=case.v.double())
+    refused("expected k", k=case.k.to("meta"))
+    refused("expected q", q=case.q[..., :8])
+    refused("multiple of 2", q=case.q[:, :5])
+    refused("no backward", q=case.q.clone().requires_grad_())
+    refused("append the block", layer=0)
+    refused("expected a layer", layer=2)
+    refused("documents", documents=torch.zeros(1))
+    refused("first_token", first_token=0)
+    refused("kept", kept={})
+    refused("expected backend", backend="fast")
+    refused("window", window=0)
+    refused("scale", scale=float("nan"))
+    refused("sinks", sinks=torch.zeros(5))
+    refused(r"selected \[2, 2 or 1, 2, K\]", selected=torch.zeros(2, 2, 1, 4, dtype=torch.int32))
+    refused("int32", selected=torch.zeros(2, 2, 2, 4, dtype=torch.int64))
+    refused("need a PagedKV", past=object())
+    case.kv.free(case.ids[0])
+    refused("no block is open")
+    with torch.no_grad():
+        fresh = Packed((20,), (1,))
+        paged_attention(fresh.q.requires_grad_(), fresh.k, fresh.v, fresh.kv, 1, scale=0.2)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        ({"dtype": torch.float64}, "float64"), ({"dtype": torch.bfloat16}, "interpreter"), ({"page": 20}, "16 tokens"),
+        ({"dim": 260, "groups": 1}, "head dim"), ({"repeat": 129, "groups": 1}, "128 query heads"),
+    ],
+)  # fmt: skip
+def test_what_the_decode_kernel_refuses(change, match):
+    with pytest.raises(ValueError, match=match):
+        Packed(**({"starts": (20,), "counts": (1,)} | change)).run("triton")
+
+
+BLOCKED = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("triton", "numpy", "transformers"):
+            raise ImportError(f"{name} is not installed")
+sys.meta_path.insert(0, Blocker())
+import torch
+from paged_kv import PagedKV, PagePool, paged_attention
+pool = PagePool(layers=1, slots=4, page_tokens=16, kv_heads=2, head_dim=8, dtype=torch.float32, device="cpu")
+kv = PagedKV(pool)
+a, b = kv.add(), kv.add()
+kv.extend({a: 20, b: 1})
+q, k, v = torch.randn(21, 4, 8), torch.randn(21, 2, 8), torch.randn(21, 2, 8)
+kv.append(0, k, v)
+for backend in ("auto", "reference"):
+    assert paged_attention(q, k, v, kv, 0, scale=0.3, backend=backend).isfinite().all()
+try:
+    paged_attention(q, k, v, kv, 0, scale=0.3, backend="triton")
+except ValueError as error:
+    print(error)
+try:
+    import paged_kv.hf_cache
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_torch_alone_is_enough_and_what_is_missing_is_named(tmp_path):
+    (tmp_path / "script.py").write_text(BLOCKED)
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    no_kernel, no_adapter = done.stdout.splitlines()
+    assert "triton is not installed" in no_kernel and 'backend="reference"' in no_kernel
+    assert "oomb-paged-kv[hf]" in no_adapter
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 100])
+def test_the_decode_kernels_compile(arch):
+    pytest.importorskip("triton.backends.nvidia")
+    names = ["decode/128/7/1/bf16", "merge/128/7/1/bf16", "decode/64/8/1/bf16/window/sinks"]
+    if arch == 90:
+        names += ["decode/128/7/9/bf16", "decode/128/7/1/bf16/selected", "decode/256/8/1/fp16", "decode/64/4/1/fp32"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_decode.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(arch), *names], capture_output=True, text=True, env=environment, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["name"] for row in rows] == names
+    for row in rows:
+        assert row["stack"] <= (100 if "/7/9/" in row["name"] or "/256/" in row["name"] else 0), row
+        assert row["mma"] or row["name"].startswith("merge") or "fp32" in row["name"], row
+        assert row["asynchronous"] or row["name"].startswith("merge"), row
+
+
+# What only a GPU shows
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = {
+    "one": {"starts": (5000,), "counts": (1,), "groups": 4, "repeat": 7},
+    "long": {"starts": (70000, 3), "counts": (1, 1), "groups": 2, "repeat": 4},
+    "batch": {"starts": (0, 900, 127, 128, 3000, 64), "counts": (1,) * 6, "groups": 8, "repeat": 8, "dim": 64},
+    "few": {"starts": (0, 900, 127, 3000), "counts": (1, 5, 16, 9), "groups": 4, "repeat": 7},
+    "mixed": {"starts": (0, 900, 127, 3000, 500), "counts": (300, 1, 700, 2, 17), "groups": 2, "repeat": 7},
+    "window": {"starts": (5000, 10, 100), "counts": (1, 2, 1), "window": 128, "with_sinks": True, "dim": 64},
+    "sparse": {"starts": (5000, 900, 100), "counts": (1, 1, 3), "lists": 12, "groups": 4, "repeat": 7},
+    "sinks": {"starts": (5000, 900), "counts": (1, 1), "with_sinks": True, "window": 3000},
+    "odd": {"starts": (700, 90), "counts": (1, 1), "dim": 80, "groups": 3, "repeat": 5},
+    "wide": {"starts": (700, 90), "counts": (1, 3), "dim": 256, "groups": 2, "repeat": 8},
+    "tiny": {"starts": (50, 9), "counts": (1, 1), "dim": 8, "page": 16},
+}
+
+
+def on_gpu(shape, dtype, **more):
+    options = {"dim": 128, "page": 128, "device": "cuda", "dtype": dtype} | SHAPES[shape]
+    return Packed(**options, **more, scale=options["dim"] ** -0.5)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_mixed_batch_on_a_gpu_equals_dense_attention(shape, dtype):
+    case = on_gpu(shape, dtype)
+    out = case.run("auto")
+    case.check(out)
+    for _ in range(3):
+        assert torch.equal(case.run("auto"), out), "two runs give the same bits"
+
+
+@pytest.mark.cuda
+def test_offsets_beyond_two_to_the_31():
+    slots = 2**31 // (128 * 4 * 128) + 6
+    pool = PagePool(layers=1, slots=slots, page_tokens=128, kv_heads=4, head_dim=128, dtype=BF16, device="cuda")
+    for x in (*pool.k, *pool.v):
+        x.fill_(torch.nan)
+    kv = PagedKV(pool)
+    filler, a = kv.add(), kv.add()
+    kv.pool.table.extend({filler: (slots - 5) * 128})
+    kv.extend({a: 600})
+    q, k, v = (torch.randn(600, h, 128, device="cuda", dtype=BF16) for h in (8, 4, 4))
+    kv.append(0, k, v)
+    kv.extend({a: 1})
+    kv.append(0, k[:1], v[:1])
+    assert int(kv.step().table[kv.step().rows[0], 0]) >= slots - 5
+    out = paged_attention(q[:1], k[:1], v[:1], kv, 0, scale=0.1)
+    keys, values = (torch.cat((x, x[:1])).double().repeat_interleave(2, 1) for x in (k, v))
+    weights = (torch.einsum("hd,jhd->hj", q[0].double(), keys) * 0.1).softmax(-1)
+    true = torch.einsum("hj,jhd->hd", weights, values)
+    assert float((out[0].double() - true).norm() / true.norm()) < 1e-2
+
+
+@pytest.mark.cuda
+def test_decoding_waits_for_nothing():
+    case = on_gpu("batch", BF16)
+    case.run("auto")
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.kv.append(0, case.k, case.v)
+        case.run("auto")
+        for _ in range(130):  # across a page
+            case.kv.extend(dict.fromkeys(case.ids[:2], 1))
+            for layer in (0, 1):
+                case.kv.append(layer, case.k[:2], case.v[:2])
+            paged_attention(case.q[:2], case.k[:2], case.v[:2], case.kv, 1, scale=0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
