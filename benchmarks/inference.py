@@ -1,4 +1,4 @@
-"""Decoding over pages: bandwidth beside a copy's, host time, and generation beside transformers' DynamicCache, in one run.
+"""Decoding over pages: bandwidth beside a copy's, host time, and generation beside transformers' DynamicCache.
 
     python3 benchmarks/inference.py --out benchmarks/results/inference_h200_<date>.json
 
@@ -11,9 +11,11 @@ result is first compared with float64 attention.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -131,9 +133,74 @@ def decoding(copy: float) -> list[dict]:
     return rows
 
 
+def unequal_prompts(vocab: int) -> dict[str, Tensor]:
+    """Sixteen prompts of 512 to 16,384 tokens, padded on the left as `generate` wants them."""
+    lengths = [16 * K, 8 * K, 4 * K, 4 * K, *[2 * K] * 4, *[1 * K] * 4, *[512] * 4]
+    mask = torch.zeros(len(lengths), max(lengths), dtype=torch.long, device="cuda")
+    for row, n in enumerate(lengths):
+        mask[row, -n:] = 1
+    return {"input_ids": torch.randint(1, vocab, mask.shape, device="cuda") * mask, "attention_mask": mask}
+
+
+def timed(call: Callable[[], Tensor]) -> tuple[float, float, Tensor]:
+    """Seconds, peak memory above what was allocated before in GB, and the result."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, (torch.cuda.max_memory_allocated() - before) / 1e9, result
+
+
+@torch.no_grad()
+def generating(new: int) -> dict:
+    """A Qwen2.5-1.5B-shaped model with random weights, over DynamicCache (sdpa) and over pages, the same prompts."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from paged_kv.hf_cache import PagedCache
+
+    config = Qwen2Config(
+        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+        vocab_size=151936, max_position_embeddings=32768, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    inputs = unequal_prompts(config.vocab_size)
+    tokens = int(inputs["attention_mask"].sum()) + (new + 64) * len(inputs["input_ids"])
+
+    def default(count: int) -> Tensor:
+        return model.generate(**inputs, max_new_tokens=count, do_sample=False)
+
+    def paged(count: int) -> Tensor:
+        with PagedCache(model, tokens=tokens) as cache:
+            return model.generate(**inputs, max_new_tokens=count, do_sample=False, **cache.argument)
+
+    result: dict = {"prompt_tokens": int(inputs["attention_mask"].sum()), "new_tokens_each": new}
+    outputs = {}
+    for name, run in (("dynamic_cache", default), ("paged", paged)):
+        run(4)  # compile, tune, warm up
+        first, *_ = timed(lambda run=run: run(1))
+        whole, memory, outputs[name] = timed(lambda run=run: run(new + 1))
+        result[name] = {
+            "prompt_seconds": first, "decode_tokens_a_second": len(inputs["input_ids"]) * new / (whole - first),
+            "peak_gigabytes_above_weights": memory,
+        }  # fmt: skip
+        print(name, json.dumps({k: round(v, 3) for k, v in result[name].items()}), flush=True)
+    width = inputs["input_ids"].shape[1]
+    result["equal_tokens"] = float((outputs["paged"] == outputs["dynamic_cache"])[:, width:].float().mean())
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="where to write the result")
+    parser.add_argument("--new", type=int, default=64, help="tokens to generate in the comparison; 0: leave it out")
     options = parser.parse_args()
     copy = copy_bandwidth()
     torch.cuda.empty_cache()
@@ -141,6 +208,8 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_terabytes_a_second": copy * 1e-12,
         "decode": decoding(copy),
     }  # fmt: skip
+    if options.new:
+        result["generate"] = generating(options.new)
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 

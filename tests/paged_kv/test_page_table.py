@@ -3,6 +3,7 @@
 import inspect
 import pickle
 import re
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -19,84 +20,115 @@ def pages(tokens):
 
 
 class Machine(RuleBasedStateMachine):
-    """The model: lengths, and a stamp on each (sequence, page) that must stay in the slot where it was put."""
+    """The model: each sequence's tokens, all different, and a memory in which they must be found where the table says."""
 
     sequences = Bundle("sequences")
 
     def __init__(self):
         super().__init__()
         self.table = PageTable(SLOTS, PAGE)
-        self.lengths = {}
-        self.memory = [None] * SLOTS
+        self.tokens = {}
+        self.memory = [[None] * PAGE for _ in range(SLOTS)]
+        self.stamp = 0
+
+    def used(self):
+        return {slot for sequence in self.tokens for slot in self.table.slots(sequence)}
+
+    def state(self):
+        return {s: (self.table.slots(s), self.table.length(s)) for s in self.tokens}, self.table.free_pages
 
     @rule(target=sequences, near=st.integers(0, SLOTS - 1))
     def add(self, near):
         sequence = self.table.add(near)
-        assert sequence not in self.lengths
-        self.lengths[sequence] = 0
+        assert sequence not in self.tokens
+        self.tokens[sequence] = []
         return sequence
 
-    @rule(chosen=st.lists(sequences, min_size=1, max_size=3), data=st.data())
+    @rule(target=sequences, sequence=sequences, data=st.data())
+    def fork(self, sequence, data):
+        if sequence not in self.tokens:
+            return multiple()
+        length = data.draw(st.integers(0, len(self.tokens[sequence])))
+        free = self.table.free_pages
+        new = self.table.fork(sequence, length)
+        assert new not in self.tokens and self.table.free_pages == free, "a fork takes no page"
+        assert self.table.slots(new) == self.table.slots(sequence)[: pages(length)]
+        self.tokens[new] = self.tokens[sequence][:length]
+        return new
+
+    @rule(chosen=st.lists(sequences, min_size=1, max_size=4), data=st.data())
     def extend(self, chosen, data):
-        tokens = {s: data.draw(st.integers(0, 3 * PAGE)) for s in chosen if s in self.lengths}
+        tokens = {s: data.draw(st.integers(0, 3 * PAGE)) for s in chosen if s in self.tokens}
         if not tokens:
             return
-        needed = {s: pages(self.lengths[s] + n) - pages(self.lengths[s]) for s, n in tokens.items()}
-        before = {s: self.table.slots(s) for s in self.lengths}
-        free = self.table.free_pages
-        if sum(needed.values()) > free:
+        before, free = self.state()
+        owners = Counter(slot for s in self.tokens for slot in self.table.slots(s))
+        needed = 0
+        for s, n in tokens.items():  # one after the other: the last owner of a page keeps it
+            needed += pages(len(self.tokens[s]) + n) - pages(len(self.tokens[s]))
+            if n and len(self.tokens[s]) % PAGE and owners[self.table.slots(s)[-1]] > 1:
+                owners[self.table.slots(s)[-1]] -= 1
+                needed += 1
+        if needed > free:
             with pytest.raises(OutOfPages) as caught:
                 self.table.extend(tokens)
-            assert (caught.value.needed, caught.value.free, caught.value.slots) == (sum(needed.values()), free, SLOTS)
-            assert {s: self.table.slots(s) for s in self.lengths} == before
+            assert (caught.value.needed, caught.value.free, caught.value.slots) == (needed, free, SLOTS)
+            assert self.state() == (before, free)
             return
-        assert self.table.extend(tokens) == sum(needed.values())
+        in_use = self.used()
+        copies = self.table.extend(tokens)
+        assert self.table.free_pages == free - needed
+        assert not in_use & {to for _, to in copies}, "a copy went to a page in use"
+        for source, target in copies:
+            self.memory[target] = list(self.memory[source])
         for s, n in tokens.items():
-            assert self.table.slots(s)[: len(before[s])] == before[s]
-            for i in range(len(before[s]), len(before[s]) + needed[s]):
-                slot = self.table.slots(s)[i]
-                assert self.memory[slot] is None, "a slot in use was handed out"
-                self.memory[slot] = (s, i)
-            self.lengths[s] += n
+            for _ in range(n):
+                self.stamp += 1
+                at = len(self.tokens[s])
+                self.memory[self.table.slots(s)[at // PAGE]][at % PAGE] = self.stamp
+                self.tokens[s].append(self.stamp)
 
     @rule(sequence=sequences, data=st.data())
     def truncate(self, sequence, data):
-        if sequence not in self.lengths:
+        if sequence not in self.tokens:
             return
-        length = data.draw(st.integers(0, self.lengths[sequence]))
-        old = self.table.slots(sequence)
+        length = data.draw(st.integers(0, len(self.tokens[sequence])))
+        before = self.used()
         freed = self.table.truncate(sequence, length)
-        assert freed == list(old[pages(length) :])
+        assert set(freed) == before - self.used() and len(set(freed)) == len(freed)
+        del self.tokens[sequence][length:]
         for slot in freed:
-            self.memory[slot] = None
-        self.lengths[sequence] = length
+            self.memory[slot] = [None] * PAGE
 
     @rule(sequence=consumes(sequences))
     def release(self, sequence):
-        if sequence not in self.lengths:
+        if sequence not in self.tokens:
             return multiple()
-        old = self.table.slots(sequence)
-        assert self.table.release(sequence) == list(old)
-        for slot in old:
-            self.memory[slot] = None
-        del self.lengths[sequence]
+        before = self.used()
+        freed = self.table.release(sequence)
+        del self.tokens[sequence]
+        assert set(freed) == before - self.used() and len(set(freed)) == len(freed)
+        for call in (self.table.slots, self.table.length, self.table.release, self.table.shares):
+            with pytest.raises(ValueError, match="no sequence"):
+                call(sequence)
         with pytest.raises(ValueError, match="no sequence"):
-            self.table.slots(sequence)
+            self.table.fork(sequence, 0)
 
     @invariant()
     def agrees(self):
-        assert self.table.sequences == tuple(self.lengths)
-        used = sum(m is not None for m in self.memory)
-        assert self.table.free_pages == SLOTS - used
-        for sequence, length in self.lengths.items():
-            assert self.table.length(sequence) == length
+        assert self.table.sequences == tuple(self.tokens)
+        assert self.table.free_pages == SLOTS - len(self.used()), "a page leaked"
+        owners = Counter(slot for s in self.tokens for slot in self.table.slots(s))
+        for sequence, tokens in self.tokens.items():
             slots = self.table.slots(sequence)
-            assert len(slots) == pages(length)
-            assert [self.memory[slot] for slot in slots] == [(sequence, i) for i in range(len(slots))]
+            assert self.table.length(sequence) == len(tokens) and len(slots) == pages(len(tokens))
+            assert len(set(slots)) == len(slots), "a page twice in one sequence"
+            assert [self.memory[slots[i // PAGE]][i % PAGE] for i in range(len(tokens))] == tokens
+            assert self.table.shares(sequence) == any(owners[slot] > 1 for slot in slots)
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
 def test_a_fresh_table_hands_out_runs_even_when_sequences_take_turns():
@@ -138,6 +170,33 @@ def test_a_failed_extension_changes_nothing_for_any_sequence():
     assert (table.length(a), table.length(b), table.free_pages) == (3, 0, 2)
 
 
+def test_forks_share_until_one_of_them_writes():
+    table = PageTable(6, 4)
+    a = table.add()
+    table.extend({a: 6})
+    b, c = table.fork(a, 6), table.fork(a, 4)
+    assert table.free_pages == 4 and table.slots(b) == (0, 1) and table.slots(c) == (0,)
+    assert table.extend({c: 1}) == [], "whole pages are never copied"
+    (copy,) = table.extend({a: 1, b: 1})
+    assert copy[0] == 1 and (table.slots(a)[1] == 1) != (table.slots(b)[1] == 1), "the last owner keeps the page"
+    assert table.free_pages == 2 and table.slots(a)[0] == table.slots(b)[0] == table.slots(c)[0] == 0
+    assert set(table.release(a)) <= {1, copy[1]} and table.free_pages == 3
+    with pytest.raises(ValueError, match=r"\[0, 7\]"):
+        table.fork(b, 8)
+
+
+def test_a_copy_that_does_not_fit_changes_nothing():
+    table = PageTable(1, 4)
+    a = table.add()
+    table.extend({a: 2})
+    b = table.fork(a, 1)
+    with pytest.raises(OutOfPages, match="1 more pages needed, 0 of 1 free"):
+        table.extend({b: 1})
+    assert (table.length(b), table.slots(b), table.shares(a)) == (1, (0,), True)
+    table.release(a)
+    assert table.extend({b: 1}) == []
+
+
 def test_out_of_pages_is_a_memory_error_and_survives_pickling():
     error = pickle.loads(pickle.dumps(OutOfPages(3, 1, 8)))
     assert isinstance(error, MemoryError) and "3" in str(error) and (error.needed, error.free, error.slots) == (3, 1, 8)
@@ -162,6 +221,8 @@ def test_lengths_must_be_ints(bad):
         table.truncate(a, bad)
     with pytest.raises(ValueError):
         table.add(near=bad)
+    with pytest.raises(ValueError):
+        table.fork(a, bad)
     with pytest.raises(ValueError, match=r"\[0, 5\]"):
         table.truncate(a, 6)
     with pytest.raises(ValueError, match="no sequence"):

@@ -1,0 +1,264 @@
+"""Generation with transformers over pages: `model.generate(…, **cache.argument)` while a `PagedCache` is in force.
+
+The cache takes the place of transformers' own, and of the model's attention. Padding is never stored: a token that the
+attention mask hides takes no place in the pages, and each sequence is as long as its own tokens. Needs transformers
+(`pip install 'oomb-paged-kv[hf]'`); nothing else in this package does.
+
+Letters: B batch · C columns of one call (tokens and padding) · H query heads · G KV heads · D head dim
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from .attention import BackendName, paged_attention
+from .hf_mask import AttentionInterface, AttentionMaskInterface, Cache, CacheLayerMixin, Seen, seen_by
+from .pool import PagePool
+from .resident import PagedKV
+
+_HARMLESS = ("position_ids", "cache_position")
+
+
+class PagedCache(Cache):
+    """Keys and values of one batch of `generate`, in pages; a context manager.
+
+    Within it the model's attention reads the pages, and `generate` and `forward` take it as `**cache.argument`, under
+    the name their version of transformers has for it (`past_key_values` or `cache`). Afterwards the model is as it was and the pages are gone. A batch may
+    be continued by a further call, cropped, reordered and repeated: repeated and reordered sequences share pages until
+    they part.
+
+    `kv`: the sequences themselves. Units: tokens: room for the tokens of all sequences together
+    Raises: ValueError for a model whose attention cannot be replaced, or is spread over several devices
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        tokens: int,
+        page_tokens: int = 64,
+        backend: BackendName = "auto",
+        max_sequences: int = 256,
+    ) -> None:
+        config = model.config.get_text_config(decoder=True)
+        devices = {p.device for p in model.parameters()}
+        if len(devices) != 1:
+            raise ValueError(f"PagedCache: expected a model on one device, got {sorted(map(str, devices))}")
+        super().__init__(layers=[_Layer(self) for _ in range(config.num_hidden_layers)])
+        heads = config.num_attention_heads
+        pool = PagePool(
+            layers=config.num_hidden_layers,
+            slots=-(-tokens // page_tokens),
+            page_tokens=page_tokens,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=model.dtype,
+            device=devices.pop(),
+        )
+        self.kv = PagedKV(pool, max_sequences=max_sequences)
+        self.model, self.backend = model, backend
+        self.name = f"paged_kv_{id(self):x}"
+        self.reset()
+
+    @property
+    def argument(self) -> dict[str, PagedCache]:
+        """The cache as a keyword argument of the model."""
+        named = "cache" in inspect.signature(type(self.model).forward).parameters
+        return {"cache" if named else "past_key_values": self}
+
+    # The model's attention, while this is in force
+
+    def __enter__(self) -> Self:
+        modules = [m for m in self.model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation_internal")]
+        configs = {id(m.config): m.config for m in modules}.values()
+        self._before = [(config, config._attn_implementation_internal) for config in configs]
+        AttentionInterface.register(self.name, self._attend)
+        AttentionMaskInterface.register(self.name, seen_by)
+        try:
+            self.model.set_attn_implementation(self.name)
+            if self.model.config._attn_implementation != self.name:
+                raise ValueError(f"PagedCache: {type(self.model).__name__} does not let its attention be replaced")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for config, name in self._before:
+            config._attn_implementation_internal = name
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(self.name, None)
+        self.reset()
+
+    @torch.compiler.disable
+    def _attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: object = None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        s_aux: Tensor | None = None,
+        softcap: float | None = None,
+        **more: Any,
+    ) -> tuple[Tensor, None]:
+        """The attention function that transformers calls in every layer.
+
+        Shapes: query [B, H, C, D]; key, value [B, G, C, D]; out [B, C, H, D]
+        """
+        name, layer = type(module).__name__, module.layer_idx
+        unknown = [n for n, x in more.items() if isinstance(x, Tensor) and n not in _HARMLESS]
+        if dropout or softcap is not None or unknown:
+            raise ValueError(f"PagedCache: {name} asks for dropout {dropout}, softcap {softcap}, {unknown}: not supported")
+        if self._given is None or self._given[0] != layer or self._given[1] is not key:
+            raise ValueError(
+                f"PagedCache: {name} attends to other keys than it gave to the cache: call generate or forward with "
+                "**cache.argument"
+            )
+        self._given = None
+        if not isinstance(attention_mask, Seen):
+            raise ValueError(f"PagedCache: {name} was given a mask of its own; pass a 2D attention_mask or none")
+        if sliding_window not in (None, attention_mask.window):
+            raise ValueError(
+                f"PagedCache: {name} has a window of {sliding_window}, its mask one of {attention_mask.window}"
+            )
+        batch, heads, columns, dim = query.shape
+        if layer == 0:
+            self._begin(attention_mask.valid, batch, columns)
+        if attention_mask.window is not None and self._gaps:
+            raise ValueError(
+                "PagedCache: padding between a sequence's tokens would count in a sliding window: pad on the left"
+            )
+        q, k, v = (self._packed(x) for x in (query, key, value))
+        self.kv.append(layer, k, v)
+        scale = dim**-0.5 if scaling is None else float(scaling)
+        out = paged_attention(
+            q, k, v, self.kv, layer, scale=scale, window=attention_mask.window, sinks=s_aux, backend=self.backend
+        )
+        if self._index is not None:
+            out = out.new_zeros((batch * columns, heads, dim)).index_copy_(0, self._index, out)
+        return out.view(batch, columns, heads, dim), None
+
+    def _packed(self, x: Tensor) -> Tensor:
+        """[B, heads, C, D] to the tokens that are no padding, [T, heads, D]."""
+        rows = x.transpose(1, 2).flatten(0, 1).detach()
+        return rows.contiguous() if self._index is None else rows[self._index]
+
+    def _begin(self, valid: Tensor | None, batch: int, columns: int) -> None:
+        """Open the block of a forward pass, of the tokens that the mask shows. Shapes: valid [B, columns seen] bool"""
+        device, old = self.kv.pool.device, self._columns
+        whole = torch.ones((batch, old + columns), dtype=torch.bool, device=device) if valid is None else valid
+        held = batch if self._ids is None else len(self._ids)
+        if tuple(whole.shape) != (held, old + columns) or batch != held:
+            raise ValueError(
+                f"PagedCache: expected {held} sequences and an attention_mask [{held}, {old + columns}], got {batch} and "
+                f"{list(whole.shape)}; reset() the cache for another batch"
+            )
+        same = (whole[:, :old] == self._valid).all() if old else whole.new_ones(())
+        same, fresh = torch.cat((same[None], whole[:, old:].flatten())).cpu().split((1, batch * columns))  # one wait
+        if not same:
+            raise ValueError("PagedCache: the attention_mask of tokens already in the cache has changed")
+        fresh = fresh.view(batch, columns)
+        counts = fresh.sum(1).tolist()
+        if self._ids is None:
+            self._ids = [self.kv.add() for _ in range(batch)]
+            self._begun = torch.zeros(batch, 1, dtype=torch.bool)
+        self.kv.extend({s: n for s, n in zip(self._ids, counts) if n})
+        self._index = None if all(n == columns for n in counts) else fresh.flatten().nonzero()[:, 0].to(device)
+        begun = torch.cat((self._begun, fresh), 1).cummax(1).values
+        self._gaps = self._gaps or bool((begun[:, :-1] & ~fresh).any())
+        self._begun, self._valid, self._columns = begun[:, -1:], whole, old + columns
+
+    # What transformers asks of a cache
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Nothing is joined: attention finds the past in the pages."""
+        self._given = (layer_idx, key_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns so far: tokens and padding, as transformers counts."""
+        return self._columns
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._columns + query_length, 0
+
+    def reset(self) -> None:
+        for sequence in self.kv.sequences:
+            self.kv.free(sequence)
+        self._ids: list[int] | None = None
+        self._valid: Tensor = torch.ones((0, 0), dtype=torch.bool)
+        self._begun = torch.zeros((0, 1), dtype=torch.bool)  # which sequences have a token
+        self._columns, self._gaps = 0, False
+        self._given: tuple[int, Tensor] | None = None
+        self._index: Tensor | None = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last columns away: their number, negative."""
+        if tokens_to_remove > 0 or -tokens_to_remove > self._columns:
+            raise ValueError(f"PagedCache.crop: expected an int in [-{self._columns}, 0], got {tokens_to_remove}")
+        if tokens_to_remove == 0 or self._ids is None:
+            return
+        keep = self._columns + tokens_to_remove
+        lengths = self._valid[:, :keep].sum(1).tolist()
+        self.kv.truncate(dict(zip(self._ids, lengths)))
+        self._valid, self._columns = self._valid[:, :keep], keep
+        self._begun = torch.tensor(lengths)[:, None] > 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self._ids is not None:
+            self.batch_select_indices(torch.arange(len(self._ids)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The batch's sequences become these of the old ones. The first to go on with one keeps it, others fork it."""
+        if self._ids is None:
+            return
+        chosen = indices.tolist()
+        kept: set[int] = set()
+        ids = []
+        for i in chosen:
+            ids.append(self.kv.fork(self._ids[i]) if i in kept else self._ids[i])
+            kept.add(i)
+        for i, sequence in enumerate(self._ids):
+            if i not in kept:
+                self.kv.free(sequence)
+        self._ids, self._begun = ids, self._begun[chosen]
+        self._valid = self._valid[torch.tensor(chosen, device=self._valid.device)]
+
+
+class _Layer(CacheLayerMixin):
+    """What transformers asks of each layer of a cache; the cache itself answers."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: PagedCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Pages are there from the start."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("PagedCache: a layer is updated through its cache")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.get_mask_sizes(query_length, 0)
+
+    def get_seq_length(self) -> int:
+        return self.cache.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return -1
