@@ -19,7 +19,7 @@ PACKAGES = ("chunk_recur", "offload", "oomb", "paged_kv", "sparse_pages")
 MAY_IMPORT = {
     "chunk_recur": {"torch", "typing_extensions"},
     "offload": {"torch", "triton", "typing_extensions"},
-    "paged_kv": {"torch", "triton", "numpy", "typing_extensions"},
+    "paged_kv": {"torch", "triton", "numpy", "typing_extensions", "transformers"},  # the last in one adapter, an extra
     "sparse_pages": {"torch", "triton", "typing_extensions"},
     "oomb": {
         "chunk_recur", "offload", "paged_kv", "sparse_pages", "torch", "typing_extensions", "transformers",

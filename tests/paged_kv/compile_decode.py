@@ -50,7 +50,11 @@ def compile_one(arch, name, tile=None):
     signature = {n: "constexpr" if n in constants else describe(n, dtype) for n in function.arg_names}
     aligned = [i for i, n in enumerate(function.arg_names) if signature[n].startswith("*")]
     source = ASTSource(function, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    options = {"num_warps": tile.warps if kernel == "decode" else 4, "num_stages": tile.stages, "enable_fp_fusion": True}
+    options = {
+        "num_warps": tile.warps if kernel == "decode" else 4,
+        "num_stages": tile.stages,
+        "enable_fp_fusion": True,
+    }
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return {
         "arch": arch, "name": name, "shared": compiled.metadata.shared, "mma": "mma" in compiled.asm["ptx"],

@@ -14,7 +14,7 @@ from paged_kv import PagedKV, PagePool, paged_attention
 
 @dataclass
 class Packed:
-    """Sequence s has `starts[s]` tokens of past and `counts[s]` in the block. `lists`: pages in each list of `selected`.
+    """Sequence s has `starts[s]` tokens of past and `counts[s]` in the block. `lists`: pages in a list of `selected`.
 
     Shapes: q [T, H, D]; k, v [T, G, D]; keys, values: per sequence [starts[s] + counts[s], G, D]
     """

@@ -1,4 +1,4 @@
-"""Mixed batches: the decode kernel and the padded path beside it against dense float64 attention, and what is refused."""
+"""Mixed batches: the decode kernel and the padded path beside it against dense float64 attention, and refusals."""
 
 import json
 import os

@@ -133,7 +133,7 @@ def test_what_is_refused():
     model, other = make("qwen2_window"), make("llama")
     inputs = prompts((9, 4))
     run = {"use_cache": True}
-    with pytest.raises(ValueError, match="tokens|positive"):
+    with pytest.raises(ValueError, match="tokens and page_tokens"):
         PagedCache(model, tokens=0)
     with torch.no_grad(), PagedCache(model, tokens=64, page_tokens=16) as cache:
         with pytest.raises(ValueError, match="other keys"):

@@ -20,7 +20,7 @@ def pages(tokens):
 
 
 class Machine(RuleBasedStateMachine):
-    """The model: each sequence's tokens, all different, and a memory in which they must be found where the table says."""
+    """The model: each sequence's tokens, all different, in a memory where the table must find them."""
 
     sequences = Bundle("sequences")
 

@@ -89,7 +89,9 @@ def _packed(
     """Tokens of several sequences without padding, forward only (packed.py)."""
     for name, value in (("documents", documents), ("first_token", first_token), ("kept", kept)):
         if value is not None:
-            raise ValueError(f"paged_attention: {name} is for [B, C, H, D]; tokens without padding, [T, H, D], take none")
+            raise ValueError(
+                f"paged_attention: {name} is for [B, C, H, D]; tokens without padding, [T, H, D], take none"
+            )
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"paged_attention: expected {name} [T, heads, D], got {type(x).__name__}")

@@ -27,15 +27,17 @@ class DecodeGraph(Generic[T]):
 
     def __init__(self, kv: PagedKV, run: Callable[[], T], *, warmup: int = 2) -> None:
         if kv.pool.device.type != "cuda":
-            raise ValueError(f"DecodeGraph: expected a cache on a CUDA device, got {kv.pool.device}; run the step as it is")
+            raise ValueError(
+                f"DecodeGraph: expected a cache on a CUDA device, got {kv.pool.device}; run the step as it is"
+            )
         if kv.block is None or any(kv.appended(layer) for layer in range(kv.pool.layers)):
             raise ValueError("DecodeGraph: expected a block just opened by extend({sequence: 1, …}), not yet appended")
         self._kv, self._tokens = kv, kv.block.tokens
         self._step = kv.step()
         if not self._step.fixed:
             raise ValueError(
-                f"DecodeGraph: a block of {sum(self._tokens)} tokens has no fixed addresses; expected a decode step, or "
-                "a cache of more max_sequences"
+                f"DecodeGraph: a block of {sum(self._tokens)} tokens has no fixed addresses; expected a decode step, "
+                "or a cache of more max_sequences"
             )
         stream = torch.cuda.Stream(kv.pool.device)
         stream.wait_stream(torch.cuda.current_stream(kv.pool.device))
@@ -63,8 +65,8 @@ class DecodeGraph(Generic[T]):
         if kv.block is None or kv.block.tokens != self._tokens:
             got = None if kv.block is None else kv.block.tokens
             raise ValueError(
-                f"DecodeGraph: captured for a block of {self._tokens} tokens, got {got}; open one like it by extend, or "
-                "capture another graph"
+                f"DecodeGraph: captured for a block of {self._tokens} tokens, got {got}; open one like it by extend, "
+                "or capture another graph"
             )
         step = kv.step()
         same = all(a.data_ptr() == b.data_ptr() for a, b in zip(self._addresses(self._step), self._addresses(step)))

@@ -41,7 +41,8 @@ class Step:
     Shapes: table [rows, N] int32, pages of every live sequence; rows, starts, firsts, counts [S]: of each sequence in
         the block its row of the table, its past, the place of its first token among the block's, and its tokens;
         places [T]: where each token is written, slot * P + row of the page
-    `places_on_host`: the same places, on the CPU. `fixed`: the addresses are those of every block with as many sequences and tokens.
+    `places_on_host`: the same places, on the CPU. `fixed`: the addresses are those of every block with as many
+    sequences and tokens.
     """
 
     table: Tensor
@@ -65,8 +66,8 @@ def places_of(table: PageTable, block: Block) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64)
     parts = []
     for sequence, start, end in zip(block.sequences, block.starts, block.ends):
-        slots = torch.tensor(table.slots(sequence, start // page), dtype=torch.int64)
-        places = slots[:, None] * page + torch.arange(page)
+        own = torch.tensor(table.slots(sequence, start // page), dtype=torch.int64)
+        places = own[:, None] * page + torch.arange(page)
         parts.append(places.flatten()[start % page :][: end - start])
     return torch.cat(parts)
 
@@ -116,7 +117,8 @@ class DeviceTable:
         on_device = self._numbers[: len(host)] if fixed else torch.empty_like(host, device=self._device)
         self._send(host, on_device)
         n = 4 * len(sequences)
-        return Step(self.pages, *on_device[:n].view(4, -1), on_device[n:], host[n:], fixed)  # type: ignore[misc]
+        row, start, first, count = on_device[:n].view(4, -1)
+        return Step(self.pages, row, start, first, count, on_device[n:], host[n:], fixed)
 
     def _update_pages(self, sequences: Sequence[int]) -> None:
         where: list[int] = []

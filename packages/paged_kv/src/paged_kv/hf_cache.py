@@ -10,27 +10,47 @@ Letters: B batch · C columns of one call (tokens and padding) · H query heads 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Self
 
 from .attention import BackendName, paged_attention
 from .hf_mask import AttentionInterface, AttentionMaskInterface, Cache, CacheLayerMixin, Seen, seen_by
+from .page_table import is_count
 from .pool import PagePool
 from .resident import PagedKV
 
 _HARMLESS = ("position_ids", "cache_position")
 
 
+@dataclass
+class _Batch:
+    """The sequences of the batch, and which columns of it were tokens.
+
+    Shapes: valid [B, columns] bool on the device; begun [B, 1] bool on the host: which sequences have a token
+    `gaps`: some sequence has padding between its tokens
+    """
+
+    ids: list[int]
+    valid: Tensor
+    begun: Tensor
+    gaps: bool = False
+
+    @property
+    def columns(self) -> int:
+        return self.valid.shape[1]
+
+
 class PagedCache(Cache):
     """Keys and values of one batch of `generate`, in pages; a context manager.
 
     Within it the model's attention reads the pages, and `generate` and `forward` take it as `**cache.argument`, under
-    the name their version of transformers has for it (`past_key_values` or `cache`). Afterwards the model is as it was and the pages are gone. A batch may
-    be continued by a further call, cropped, reordered and repeated: repeated and reordered sequences share pages until
-    they part.
+    the name that their version of transformers has for it (`past_key_values` or `cache`). Afterwards the model is as it
+    was and the pages are gone. A batch may be continued by a further call, cropped, reordered and repeated: repeated
+    and reordered sequences share pages until they part.
 
     `kv`: the sequences themselves. Units: tokens: room for the tokens of all sequences together
     Raises: ValueError for a model whose attention cannot be replaced, or is spread over several devices
@@ -38,7 +58,7 @@ class PagedCache(Cache):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         *,
         tokens: int,
         page_tokens: int = 64,
@@ -49,6 +69,8 @@ class PagedCache(Cache):
         devices = {p.device for p in model.parameters()}
         if len(devices) != 1:
             raise ValueError(f"PagedCache: expected a model on one device, got {sorted(map(str, devices))}")
+        if not is_count(tokens, 1) or not is_count(page_tokens, 1):
+            raise ValueError(f"PagedCache: expected tokens and page_tokens >= 1, got {tokens!r} and {page_tokens!r}")
         super().__init__(layers=[_Layer(self) for _ in range(config.num_hidden_layers)])
         heads = config.num_attention_heads
         pool = PagePool(
@@ -63,7 +85,9 @@ class PagedCache(Cache):
         self.kv = PagedKV(pool, max_sequences=max_sequences)
         self.model, self.backend = model, backend
         self.name = f"paged_kv_{id(self):x}"
-        self.reset()
+        self._batch: _Batch | None = None
+        self._given: tuple[int, Tensor] | None = None  # the layer and keys that attention must come for next
+        self._index: Tensor | None = None  # which of the B * C columns are tokens; None: all
 
     @property
     def argument(self) -> dict[str, PagedCache]:
@@ -74,8 +98,8 @@ class PagedCache(Cache):
     # The model's attention, while this is in force
 
     def __enter__(self) -> Self:
-        modules = [m for m in self.model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation_internal")]
-        configs = {id(m.config): m.config for m in modules}.values()
+        held: list[Any] = [getattr(module, "config", None) for module in self.model.modules()]
+        configs = {id(config): config for config in held if hasattr(config, "_attn_implementation_internal")}.values()
         self._before = [(config, config._attn_implementation_internal) for config in configs]
         AttentionInterface.register(self.name, self._attend)
         AttentionMaskInterface.register(self.name, seen_by)
@@ -98,7 +122,7 @@ class PagedCache(Cache):
     @torch.compiler.disable
     def _attend(
         self,
-        module: nn.Module,
+        module: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -115,10 +139,12 @@ class PagedCache(Cache):
 
         Shapes: query [B, H, C, D]; key, value [B, G, C, D]; out [B, C, H, D]
         """
-        name, layer = type(module).__name__, module.layer_idx
+        name, layer = type(module).__name__, int(module.layer_idx)
         unknown = [n for n, x in more.items() if isinstance(x, Tensor) and n not in _HARMLESS]
         if dropout or softcap is not None or unknown:
-            raise ValueError(f"PagedCache: {name} asks for dropout {dropout}, softcap {softcap}, {unknown}: not supported")
+            raise ValueError(
+                f"PagedCache: {name} asks for dropout {dropout}, softcap {softcap}, {unknown}: not supported"
+            )
         if self._given is None or self._given[0] != layer or self._given[1] is not key:
             raise ValueError(
                 f"PagedCache: {name} attends to other keys than it gave to the cache: call generate or forward with "
@@ -127,23 +153,20 @@ class PagedCache(Cache):
         self._given = None
         if not isinstance(attention_mask, Seen):
             raise ValueError(f"PagedCache: {name} was given a mask of its own; pass a 2D attention_mask or none")
-        if sliding_window not in (None, attention_mask.window):
-            raise ValueError(
-                f"PagedCache: {name} has a window of {sliding_window}, its mask one of {attention_mask.window}"
-            )
+        window = attention_mask.window
+        if sliding_window not in (None, window):
+            raise ValueError(f"PagedCache: {name} has a window of {sliding_window}, its mask one of {window}")
         batch, heads, columns, dim = query.shape
         if layer == 0:
             self._begin(attention_mask.valid, batch, columns)
-        if attention_mask.window is not None and self._gaps:
+        if window is not None and self._batch is not None and self._batch.gaps:
             raise ValueError(
                 "PagedCache: padding between a sequence's tokens would count in a sliding window: pad on the left"
             )
         q, k, v = (self._packed(x) for x in (query, key, value))
         self.kv.append(layer, k, v)
         scale = dim**-0.5 if scaling is None else float(scaling)
-        out = paged_attention(
-            q, k, v, self.kv, layer, scale=scale, window=attention_mask.window, sinks=s_aux, backend=self.backend
-        )
+        out = paged_attention(q, k, v, self.kv, layer, scale=scale, window=window, sinks=s_aux, backend=self.backend)
         if self._index is not None:
             out = out.new_zeros((batch * columns, heads, dim)).index_copy_(0, self._index, out)
         return out.view(batch, columns, heads, dim), None
@@ -154,88 +177,82 @@ class PagedCache(Cache):
         return rows.contiguous() if self._index is None else rows[self._index]
 
     def _begin(self, valid: Tensor | None, batch: int, columns: int) -> None:
-        """Open the block of a forward pass, of the tokens that the mask shows. Shapes: valid [B, columns seen] bool"""
-        device, old = self.kv.pool.device, self._columns
-        whole = torch.ones((batch, old + columns), dtype=torch.bool, device=device) if valid is None else valid
-        held = batch if self._ids is None else len(self._ids)
-        if tuple(whole.shape) != (held, old + columns) or batch != held:
+        """Open the block of a forward pass: the tokens that the mask shows. Shapes: valid [B, columns so far] bool"""
+        device, old = self.kv.pool.device, self.get_seq_length()
+        held = batch if self._batch is None else len(self._batch.ids)
+        if valid is None:
+            valid = torch.ones((batch, old + columns), dtype=torch.bool, device=device)
+        if batch != held or tuple(valid.shape) != (held, old + columns):
             raise ValueError(
-                f"PagedCache: expected {held} sequences and an attention_mask [{held}, {old + columns}], got {batch} and "
-                f"{list(whole.shape)}; reset() the cache for another batch"
+                f"PagedCache: expected {held} sequences and an attention_mask [{held}, {old + columns}], got {batch} "
+                f"and {list(valid.shape)}; reset() the cache for another batch"
             )
-        same = (whole[:, :old] == self._valid).all() if old else whole.new_ones(())
-        same, fresh = torch.cat((same[None], whole[:, old:].flatten())).cpu().split((1, batch * columns))  # one wait
+        same = (valid[:, :old] == self._batch.valid).all() if self._batch is not None else valid.new_ones(())
+        same, fresh = torch.cat((same[None], valid[:, old:].flatten())).cpu().split((1, batch * columns))  # one wait
         if not same:
             raise ValueError("PagedCache: the attention_mask of tokens already in the cache has changed")
-        fresh = fresh.view(batch, columns)
-        counts = fresh.sum(1).tolist()
-        if self._ids is None:
-            self._ids = [self.kv.add() for _ in range(batch)]
-            self._begun = torch.zeros(batch, 1, dtype=torch.bool)
-        self.kv.extend({s: n for s, n in zip(self._ids, counts) if n})
-        self._index = None if all(n == columns for n in counts) else fresh.flatten().nonzero()[:, 0].to(device)
-        begun = torch.cat((self._begun, fresh), 1).cummax(1).values
-        self._gaps = self._gaps or bool((begun[:, :-1] & ~fresh).any())
-        self._begun, self._valid, self._columns = begun[:, -1:], whole, old + columns
+        counts = fresh.view(batch, columns).sum(1).tolist()
+        before = self._batch
+        if before is None:
+            nothing = torch.zeros(batch, 1, dtype=torch.bool)
+            before = self._batch = _Batch([self.kv.add() for _ in range(batch)], valid[:, :0], nothing)
+        self.kv.extend({s: n for s, n in zip(before.ids, counts) if n})
+        self._index = None if all(n == columns for n in counts) else fresh.nonzero()[:, 0].to(device)
+        begun = torch.cat((before.begun, fresh.view(batch, columns)), 1).cummax(1).values
+        gaps = before.gaps or bool((begun[:, :-1] & ~fresh.view(batch, columns)).any())
+        self._batch = _Batch(before.ids, valid, begun[:, -1:], gaps)
 
     # What transformers asks of a cache
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """Nothing is joined: attention finds the past in the pages."""
         self._given = (layer_idx, key_states)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns so far: tokens and padding, as transformers counts."""
-        return self._columns
+        return 0 if self._batch is None else self._batch.columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self._columns + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def reset(self) -> None:
+        """Forget the batch and give its pages back."""
         for sequence in self.kv.sequences:
             self.kv.free(sequence)
-        self._ids: list[int] | None = None
-        self._valid: Tensor = torch.ones((0, 0), dtype=torch.bool)
-        self._begun = torch.zeros((0, 1), dtype=torch.bool)  # which sequences have a token
-        self._columns, self._gaps = 0, False
-        self._given: tuple[int, Tensor] | None = None
-        self._index: Tensor | None = None
+        self._batch = self._given = self._index = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last columns away: their number, negative."""
-        if tokens_to_remove > 0 or -tokens_to_remove > self._columns:
-            raise ValueError(f"PagedCache.crop: expected an int in [-{self._columns}, 0], got {tokens_to_remove}")
-        if tokens_to_remove == 0 or self._ids is None:
+        columns = self.get_seq_length()
+        if tokens_to_remove > 0 or -tokens_to_remove > columns:
+            raise ValueError(f"PagedCache.crop: expected an int in [-{columns}, 0], got {tokens_to_remove}")
+        if tokens_to_remove == 0 or self._batch is None:
             return
-        keep = self._columns + tokens_to_remove
-        lengths = self._valid[:, :keep].sum(1).tolist()
-        self.kv.truncate(dict(zip(self._ids, lengths)))
-        self._valid, self._columns = self._valid[:, :keep], keep
-        self._begun = torch.tensor(lengths)[:, None] > 0
+        batch = self._batch
+        valid = batch.valid[:, : columns + tokens_to_remove]
+        lengths = valid.sum(1).tolist()
+        self.kv.truncate(dict(zip(batch.ids, lengths)))
+        self._batch = _Batch(batch.ids, valid, torch.tensor(lengths)[:, None] > 0, batch.gaps)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self._ids is not None:
-            self.batch_select_indices(torch.arange(len(self._ids)).repeat_interleave(repeats))
+        if self._batch is not None:
+            self.batch_select_indices(torch.arange(len(self._batch.ids)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """The batch's sequences become these of the old ones. The first to go on with one keeps it, others fork it."""
-        if self._ids is None:
+        if self._batch is None:
             return
-        chosen = indices.tolist()
-        kept: set[int] = set()
-        ids = []
-        for i in chosen:
-            ids.append(self.kv.fork(self._ids[i]) if i in kept else self._ids[i])
-            kept.add(i)
-        for i, sequence in enumerate(self._ids):
-            if i not in kept:
-                self.kv.free(sequence)
-        self._ids, self._begun = ids, self._begun[chosen]
-        self._valid = self._valid[torch.tensor(chosen, device=self._valid.device)]
+        old, chosen = self._batch, indices.tolist()
+        for i in set(range(len(old.ids))) - set(chosen):
+            self.kv.free(old.ids[i])
+        ids = [self.kv.fork(old.ids[i]) if i in chosen[:at] else old.ids[i] for at, i in enumerate(chosen)]
+        self._batch = _Batch(ids, old.valid[torch.tensor(chosen, device=old.valid.device)], old.begun[chosen], old.gaps)
 
 
 class _Layer(CacheLayerMixin):

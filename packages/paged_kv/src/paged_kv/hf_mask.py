@@ -32,7 +32,12 @@ class Seen:
 
 
 def seen_by(
-    *_: Any, kv_length: int, mask_function: Callable, attention_mask: Tensor | None = None, config: Any = None, **__: Any
+    *_: Any,
+    kv_length: int,
+    mask_function: Callable,
+    attention_mask: Tensor | None = None,
+    config: Any = None,
+    **__: Any,
 ) -> Seen:
     """The mask function that transformers calls, once a kind of layer and forward pass.
 
@@ -51,13 +56,15 @@ def _window_of(mask_function: Callable, window: int | None, length: int) -> int 
     try:
         seen = torch.as_tensor(mask_function(zero, zero, q.expand_as(kv), kv)).bool().expand(kv.shape)
     except Exception as error:  # a mask that depends on more than two positions
-        raise ValueError(f"PagedCache: the model's mask could not be evaluated position by position: {error}") from error
+        raise ValueError(
+            f"PagedCache: the model's mask could not be evaluated position by position: {error}"
+        ) from error
     causal = kv <= q
     if torch.equal(seen, causal):
         return None
     if window is not None and torch.equal(seen, causal & (kv > q - window)):
         return window
     raise ValueError(
-        "PagedCache: the model's mask is neither causal nor a causal sliding window (bidirectional, blockwise or chunked "
-        "attention)"
+        "PagedCache: the model's mask is neither causal nor a causal sliding window (bidirectional, blockwise or "
+        "chunked attention)"
     )

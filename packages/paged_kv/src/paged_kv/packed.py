@@ -1,4 +1,4 @@
-"""Attention of a mixed batch, forward only: prompts, parts of prompts and single tokens in one call, one after the other.
+"""Attention of a mixed batch, forward only: prompts, parts of prompts and single tokens in one call.
 
 Sequences with a few tokens go through the decode kernel, all in one launch; the others are blocks over their past, as
 in training, and go through its backends at its speed. Nothing here waits for the device.

@@ -110,7 +110,9 @@ class PageTable:
         Returns: (slot, slot) pairs: what the first holds must be copied to the second before anything is written
         Raises: OutOfPages if they do not all fit; ValueError for an unknown sequence or a negative number
         """
-        needed, shared, leaving = {}, [], {}
+        needed: dict[int, int] = {}
+        shared: list[int] = []
+        leaving: dict[int, int] = {}  # slot -> owners that are about to go
         for sequence, count in tokens.items():
             self._known(sequence)
             if not is_count(count, 0):

@@ -38,7 +38,10 @@ class PagedKV(Sequences):
         super().__init__(pool, batch, max_sequences)
         self._block: Block | None = None
         self._appended: set[int] = set()  # layers that have the open block
-        self._forget_derived()
+        self._step: Step | None = None
+        self._views: dict[tuple[int, ...] | None, PoolView] = {}
+        self._padded_places: tuple[Tensor, Tensor] | None = None
+        self._holes: bool | None = None
 
     @property
     def block(self) -> Block | None:
@@ -222,10 +225,8 @@ class PagedKV(Sequences):
 
     def _forget_derived(self) -> None:
         """Forget what was derived from the page table."""
-        self._views: dict[tuple[int, ...] | None, PoolView] = {}
-        self._step: Step | None = None
-        self._padded_places: tuple[Tensor, Tensor] | None = None
-        self._holes: bool | None = None
+        self._views = {}
+        self._step = self._padded_places = self._holes = None
 
     def _lacking(self) -> bool:
         """Whether some of the past was never written."""

@@ -133,9 +133,7 @@ class Sequences:
         if not is_count(sequence, 0) or sequence not in self._written:
             raise ValueError(f"PagedKV.{method}: no sequence {sequence!r} here; it was freed, or never added")
 
-    def _per_sequence(
-        self, method: str, value: Lengths | Mapping[int, int], all_of: tuple[int, ...]
-    ) -> dict[int, int]:
+    def _per_sequence(self, method: str, value: Lengths | Mapping[int, int], all_of: tuple[int, ...]) -> dict[int, int]:
         """Sequence -> tokens, of whatever form the caller gave it in."""
         if isinstance(value, Mapping):
             for sequence in value:

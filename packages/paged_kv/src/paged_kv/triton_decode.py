@@ -6,7 +6,8 @@ programs of one chip are filled by one sequence of 256 K tokens as by 64 of uneq
 unit writes its output; a unit that several programs share is merged by a second kernel. Lengths, tables and the cut
 are read and worked out on the device, so that the launch is the same at every step and can be captured in a graph.
 
-Letters: S sequences · T tokens · P tokens a page · H query heads · G KV heads · R = H / G · D head dim · K pages selected
+Letters: S sequences · T tokens · P tokens a page · H query heads · G KV heads · R = H / G · D head dim ·
+K pages selected
 Source: Flash-Decoding and Stream-K (arXiv 2301.03598); oracle: reference.py
 """
 
