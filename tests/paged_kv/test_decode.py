@@ -91,6 +91,7 @@ def test_what_a_mixed_batch_refuses():
     refused("expected v", v=case.v.double())
     refused("expected k", k=case.k.to("meta"))
     refused("expected q", q=case.q[..., :8])
+    refused(r"all \[T, heads, D\]", k=case.k[None])
     refused("multiple of 2", q=case.q[:, :5])
     refused("no backward", q=case.q.clone().requires_grad_())
     refused("append the block", layer=0)
@@ -130,7 +131,7 @@ import sys
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("triton", "numpy", "transformers"):
-            raise ImportError(f"{name} is not installed")
+            raise ModuleNotFoundError(f"{name} is not installed")
 sys.meta_path.insert(0, Blocker())
 import torch
 from paged_kv import paged_attention

@@ -56,7 +56,7 @@ def paged_attention(
     `PagedKV.extend({sequence: tokens})`, after `append`: forward only, no documents, first_token or kept (packed.py).
     `kept`: mapping layer -> (out, lse). Absent: computed and set. Present: reused. The layer's backward pops it.
     """
-    if isinstance(q, Tensor) and q.ndim == 3:
+    if all(isinstance(x, Tensor) and x.ndim == 3 for x in (q, k, v)):
         return _packed(q, k, v, past, layer, scale, window, sinks, documents, first_token, selected, kept, backend)
     _check_tensors(q, k, v)
     lengths = _check_past(past, layer, q.shape[0])
@@ -92,9 +92,6 @@ def _packed(
             raise ValueError(
                 f"paged_attention: {name} is for [B, C, H, D]; tokens without padding, [T, H, D], take none"
             )
-    for name, x in (("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ValueError(f"paged_attention: expected {name} [T, heads, D], got {type(x).__name__}")
     if backend != "auto":
         load_backend(backend)
     _check_options(scale, window, first_token, "owner")
@@ -134,7 +131,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 4 or 0 in x.shape:
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"paged_attention: expected {name} [B, C, heads, D] with no empty dimension, got {got}")
+            raise ValueError(
+                f"paged_attention: expected {name} [B, C, heads, D] with no empty dimension, got {got}; without "
+                "padding q, k and v are all [T, heads, D]"
+            )
         if not x.is_floating_point() or x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
                 f"paged_attention: expected q, k and v of one floating dtype on one device, got q {q.dtype} on "
