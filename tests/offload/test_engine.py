@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload import Handle, Offloader, PinnedArena, reference
+from offload import Offloader, PinnedArena, reference
+from offload.engine import Handle
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 DTYPES = [

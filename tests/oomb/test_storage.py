@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import HostOutOfMemory
+from oomb.host import HostLease
 from oomb.probe import LayerFacts
 from oomb.storage import Budget, TieredPast, divide
 
@@ -28,11 +29,11 @@ def tiered(tokens: int, chunk: int, page: int, device_pages: int, segment: int, 
         bounds,
         batch=batch,
         page_tokens=page,
-        device=CPU,
         grad_dtype=torch.float64,
         budget=Budget(device_pages, host, nbytes if host else 0),
         segment_tokens=segment,
         check=True,
+        lease=HostLease(nbytes if host else 0, CPU),
     )
 
 
@@ -83,7 +84,7 @@ def test_every_token_is_read_where_it_was_written_and_gets_its_gradient(
         else:
             assert own is None
         past.close(index, "walk")
-    assert not past.ranges or not any(pages.kv or pages.grads for pages in past.ranges)
+    assert not past.near.kv and not past.near.grads and past.far is None and past.lease.arena is None
 
 
 @settings(deadline=None, max_examples=60)
@@ -108,9 +109,8 @@ def test_the_budget_of_the_host_is_enough_for_what_is_taken_from_it():
     facts = {layer: LayerFacts(2, 1, 1 + layer, torch.float32, None) for layer in range(3)}
     budget = divide(facts, pages=5, page_tokens=1, batch=1, grad_dtype=torch.float32, device_budget=0, host_budget=None)
     past = TieredPast(
-        facts, [(0, 5), (5, 6)], batch=1, page_tokens=1, device=CPU, grad_dtype=torch.float32, budget=budget,
-        segment_tokens=2,
-        check=False,
+        facts, [(0, 5), (5, 6)], batch=1, page_tokens=1, grad_dtype=torch.float32, budget=budget,
+        segment_tokens=2, check=False, lease=HostLease(budget.host_bytes, CPU),
     )  # fmt: skip
     past.open(0, "fill")
     for layer, fact in facts.items():

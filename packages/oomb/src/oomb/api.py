@@ -15,6 +15,7 @@ from .batch import Batch, Chunks, prepare
 from .config import ChunkConfig
 from .held import Held
 from .hf import Parts, Unsupported, attention_installed, take_apart
+from .host import HostLease
 from .loss import TokenLoss, cross_entropy
 from .main_grads import main_grads
 from .moe import Balance
@@ -168,8 +169,8 @@ def _prepare(
             'checkpointing with {"use_reentrant": False}, or set output_router_logits=False'
         )
     training = torch.is_grad_enabled() and any(p.requires_grad for p in parts.causal.parameters())
-    past = _past(parts, profile, batch, chunks, config, training=training)
     kept = _kept_chunks(profile, batch, chunks, config) if training else range(0)
+    past = _past(parts, profile, batch, chunks, config, training=training)
     context = PassContext(past, profile, config, kept)
     rope = HeldRope(parts.decoder, last_position)
     held = Held.of(parts.causal)
@@ -213,11 +214,11 @@ def _past(
         bounds,
         batch=rows,
         page_tokens=config.page_tokens,
-        device=parts.device,
         grad_dtype=grad_dtype,
         budget=budget,
         segment_tokens=config.segment_tokens,
         check=config.check_recompute,
+        lease=HostLease(budget.host_bytes, parts.device),
     )
 
 

@@ -1,66 +1,68 @@
-"""Where one loss's past lives: pages on the device up to a budget, the rest in host memory.
+"""Where one loss's past lives: pages on the device up to a budget, the rest in host memory (host_tier.py).
 
 Logical page p of sequence b is slot `b * pages + p - first_page` of its tier: a training pass knows its length, so no
-table is needed. The first pages stay on the device: they are the past of the most chunks.
+table is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from offload import HostOutOfMemory, Offloader, PinnedArena
+from offload import HostOutOfMemory, Lanes
 from paged_kv import Segment
 
+from .host import HostLease
+from .host_tier import HostTier
 from .probe import LayerFacts
+
+EDGE_TOKENS = 64  # of a block in host memory, so many at either end are compared with what the walk recomputes
 
 
 @dataclass
-class PageRange:
-    """Pages [first_page, first_page + pages) of every layer and sequence, KV and gradients, on one device."""
+class DevicePages:
+    """Pages [0, pages) of every layer and sequence, KV and gradients, in the device's memory.
 
-    first_page: int
+    Shapes: [B * pages, P, G, D] each
+    """
+
     pages: int
     page_tokens: int
     batch: int
-    device: torch.device
-    arena: PinnedArena | None = None
-    kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer: [B * pages, P, G, D] each
+    lanes: Lanes
+    kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     grads: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
-    def first_token(self) -> int:
-        return self.first_page * self.page_tokens
+    def last_token(self) -> int:
+        return self.pages * self.page_tokens
 
     @cached_property
     def slots(self) -> Tensor:
-        return torch.arange(self.batch * self.pages, dtype=torch.int32, device=self.device).view(self.batch, self.pages)
+        slots = torch.arange(self.batch * self.pages, dtype=torch.int32, device=self.lanes.device)
+        return slots.view(self.batch, self.pages)
 
     def allocate(self, facts: LayerFacts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         shape = (self.batch * self.pages, self.page_tokens, facts.kv_heads, facts.head_dim)
-        if self.arena is not None:
-            return self.arena.take(shape, dtype), self.arena.take(shape, dtype)
-        # a pool born in inference mode could not be written to by a later training step
-        with torch.inference_mode(False):
-            k, v = (torch.empty(shape, dtype=dtype, device=self.device) for _ in range(2))
-        return k, v
+        return self.lanes.empty(shape, dtype), self.lanes.empty(shape, dtype)
 
     def tokens(self, pages: Tensor, start: int, stop: int) -> Tensor:
-        """The tokens [start, stop) that lie in this range: a view [B, tokens, G, D]."""
-        rows = pages.view(self.batch, self.pages * self.page_tokens, *pages.shape[2:])
-        return rows[:, max(start - self.first_token, 0) : max(stop - self.first_token, 0)]
+        """Those of the tokens [start, stop) that lie here: a view [B, tokens, G, D]."""
+        rows = pages.view(self.batch, self.last_token, *pages.shape[2:])
+        return rows[:, start : min(stop, self.last_token)]
 
-    def covers(self, start: int, stop: int) -> bool:
-        """Whether any of the tokens [start, stop) lies in this range."""
-        return start < self.first_token + self.pages * self.page_tokens and stop > self.first_token
-
-    def clear(self) -> None:
-        self.kv.clear()
-        self.grads.clear()
+    def segment(self, layer: int, phase: str, first: int, last: int) -> Segment:
+        slots = self.slots[:, first:last]
+        runs = tuple(b * self.pages + first for b in range(self.batch))
+        k, v = self.kv[layer]
+        if phase == "forward":
+            return Segment(first, k, v, slots, runs, None, None, None, None)
+        dk, dv = self.grads[layer]
+        return Segment(first, k, v, slots, runs, dk, dv, slots, runs)
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ def divide(
 class TieredPast:
     """The past of one loss: a `PastSource` for attention and a `ChunkStore` for the recurrence.
 
+    The first pages are the past of the most chunks: they stay on the device. `lease`: the host memory and the lanes,
+    given back when the pass ends.
     Shapes: k, v given and gradients returned [B, C, G, D]
     Units:  bounds in tokens, segments in tokens
     Source: docs/dataflow.md; oracle: `paged_kv.PagedKV`
@@ -124,46 +128,58 @@ class TieredPast:
         *,
         batch: int,
         page_tokens: int,
-        device: torch.device,
         grad_dtype: torch.dtype,
         budget: Budget,
         segment_tokens: int,
         check: bool,
+        lease: HostLease,
     ) -> None:
         self.layers, self.bounds, self.batch, self.page_tokens = layers, bounds, batch, page_tokens
         self.grad_dtype, self.check = grad_dtype, check
-        self.segment_pages = max(segment_tokens // page_tokens, 1)
+        self.lease, self.lanes = lease, lease.lanes
         self.start = self.stop = 0
+        self.phase = ""
+        self.recomputed: dict[int, tuple[int, tuple[Tensor, Tensor]]] = {}
         self.mismatch: dict[int, Tensor] = {}
-        self.device_pages = PageRange(0, budget.device_pages, page_tokens, batch, device)
-        self.ranges = [self.device_pages] if budget.device_pages else []
-        self.arena: PinnedArena | None = None
+        self.near = DevicePages(budget.device_pages, page_tokens, batch, self.lanes)
+        self.far: HostTier | None = None
         if budget.host_pages:
-            self.arena = PinnedArena(budget.host_bytes, device=device)
-            self.offloader = Offloader(device)
-            host = torch.device("cpu")
-            self.ranges.append(PageRange(budget.device_pages, budget.host_pages, page_tokens, batch, host, self.arena))
-        self.device = device
+            assert lease.arena is not None
+            self.far = HostTier(
+                layers,
+                first_page=budget.device_pages,
+                pages=budget.host_pages,
+                page_tokens=page_tokens,
+                batch=batch,
+                grad_dtype=grad_dtype,
+                segment_pages=max(segment_tokens // page_tokens, 1),
+                lanes=self.lanes,
+                arena=lease.arena,
+            )
 
     # ChunkStore
 
     def open(self, index: int, phase: str) -> None:
         self.start, self.stop = self.bounds[index]
+        fresh, self.phase = phase != self.phase, phase
+        if self.far is not None:
+            self.far.open(self.start, self.stop, fresh=fresh)
 
     def close(self, index: int, phase: str) -> None:
+        self._compare_far()
         if phase == "walk" and index == 0:
             mismatch = self.mismatch
             self.abort()
-            self.mismatch = {}
             raise_on_mismatch(mismatch, self.layers)
 
     def abort(self) -> None:
-        for pages in self.ranges:
-            pages.clear()
-        self.mismatch = {}
-        if self.arena is not None:
-            self.arena.close()
-            self.arena, self.ranges = None, []
+        self.near.kv.clear()
+        self.near.grads.clear()
+        self.recomputed, self.mismatch = {}, {}
+        if self.far is not None:
+            self.far.clear()
+            self.far = None
+        self.lease.release()
 
     # PastSource
 
@@ -172,38 +188,42 @@ class TieredPast:
         return (self.start,) * self.batch
 
     def segments(self, layer: int, phase: str, first_page: int = 0) -> Iterator[Segment]:
-        last_page = -(-self.start // self.page_tokens)
-        for pages in self.ranges:
-            first, last = max(first_page, pages.first_page), min(last_page, pages.first_page + pages.pages)
-            if first >= last:
-                continue
-            if phase == "backward" and layer not in pages.grads:
-                pages.grads[layer] = pages.allocate(self.layers[layer], self.grad_dtype)
-                for rows in pages.grads[layer]:
-                    rows.zero_()
-            if pages is self.device_pages:
-                yield self._resident(pages, layer, phase, first, last)
-            else:
-                for page in range(first, last, self.segment_pages):
-                    yield from self._staged(pages, layer, phase, page, min(page + self.segment_pages, last))
+        last = -(-self.start // self.page_tokens)
+        near_last = min(last, self.near.pages)
+        far_first = max(first_page, self.near.pages)
+        far = self.far.stream(layer, phase, far_first, last) if self.far is not None else iter(())
+        if first_page < near_last:
+            if phase == "backward" and layer not in self.near.grads:
+                grads = self.near.grads[layer] = self.near.allocate(self.layers[layer], self.grad_dtype)
+                self.lanes.run("compute", lambda: [rows.zero_() for rows in grads])
+            yield self.near.segment(layer, phase, first_page, near_last)
+        yield from far
 
     def own_grad(self, layer: int) -> tuple[Tensor, Tensor] | None:
         if self.stop == self.bounds[-1][1]:
             return None  # no later chunk read the last one
-        parts = [pages for pages in self.ranges if pages.covers(self.start, self.stop)]
-        if not any(layer in pages.grads for pages in parts):
+        far = self.far.own_grad(layer) if self.far is not None else None
+        near = self.near.grads.get(layer) if self.start < self.near.last_token else None
+        if far is not None:
+            self.lanes.hold("compute", far[1])
+            if self.start >= self.near.last_token:
+                return far[0]
+        if near is None and far is None:
             return None
-        facts = self.layers[layer]
+        facts, cut = self.layers[layer], min(self.stop, self.near.last_token) - self.start
+        shape = (self.batch, self.stop - self.start, facts.kv_heads, facts.head_dim)
+        dk, dv = (self.lanes.empty(shape, self.grad_dtype) for _ in range(2))
 
-        def own(pages: PageRange, i: int) -> Tensor:
-            if layer in pages.grads:
-                return pages.tokens(pages.grads[layer][i], self.start, self.stop).to(self.device)
-            tokens = pages.tokens(pages.kv[layer][i], self.start, self.stop).shape[1]  # out of every later window
-            shape = (self.batch, tokens, facts.kv_heads, facts.head_dim)
-            return torch.zeros(shape, dtype=self.grad_dtype, device=self.device)
+        # a part that no later chunk read (out of every window) has no gradient
+        here = [None, None] if near is None else [self.near.tokens(rows, self.start, self.stop) for rows in near]
+        there = (None, None) if far is None else far[0]
 
-        dk, dv = (torch.cat([own(pages, i) for pages in parts], 1) for i in (0, 1))
-        assert dk.shape[1] == self.stop - self.start, "the tiers do not cover the chunk"
+        def join() -> None:
+            for whole, first, rest in zip((dk, dv), here, there, strict=True):
+                whole[:, :cut] = 0.0 if first is None else first
+                whole[:, cut:] = 0.0 if rest is None else rest
+
+        self.lanes.run("compute", join)
         return dk, dv
 
     # what the hook does
@@ -212,63 +232,53 @@ class TieredPast:
         """Write the open chunk's keys and values, unless nobody will read them (the last chunk's)."""
         if self.stop == self.bounds[-1][1]:
             return
-        for pages in self.ranges:
-            if layer not in pages.kv:
-                pages.kv[layer] = pages.allocate(self.layers[layer], self.layers[layer].dtype)
-            for rows, new in zip(pages.kv[layer], (k, v), strict=True):
-                into = pages.tokens(rows, self.start, self.stop)
-                begin = max(pages.first_token - self.start, 0)
-                into.copy_(new[:, begin : begin + into.shape[1]])
+        if self.start < self.near.last_token:
+            if layer not in self.near.kv:
+                self.near.kv[layer] = self.near.allocate(self.layers[layer], self.layers[layer].dtype)
+
+            into = [self.near.tokens(rows, self.start, self.stop) for rows in self.near.kv[layer]]
+            moves = [(rows, new[:, : rows.shape[1]]) for rows, new in zip(into, (k, v), strict=True)]
+            self.lanes.run("compute", lambda: [rows.copy_(new) for rows, new in moves])
+        if self.far is not None:
+            self.far.append(layer, k, v, self.start)
 
     def compare(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Note how far recomputed keys and values are from the stored ones; the walk's end reads it, all at once."""
+        """Note how far recomputed keys and values are from the stored ones; the walk's end reads it, all at once.
+
+        Of what is on the host, both ends of the block, when the chunk is closed: fetching all of it would take time.
+        """
         if not self.check or self.stop == self.bounds[-1][1]:
             return
-        for pages in self.ranges:
-            for rows, recomputed in zip(pages.kv[layer], (k, v), strict=True):
-                stored = pages.tokens(rows, self.start, self.stop)
-                begin = max(pages.first_token - self.start, 0)
-                new = recomputed.detach()[:, begin : begin + stored.shape[1]].float()
-                if new.numel():
-                    stored = stored.to(new.device).float()
-                    error = (new - stored).norm() / new.norm().clamp_min(1e-30)
-                    # what was not finite in the fill cannot be compared; the loss will show it
-                    error = torch.where(stored.isfinite().all(), error.nan_to_num(nan=torch.inf), 0.0)
-                    self.mismatch[layer] = torch.maximum(self.mismatch.get(layer, error), error)
+        near = min(max(self.near.last_token - self.start, 0), self.stop - self.start)
+        if near:
+            stored = (self.near.tokens(rows, self.start, self.stop) for rows in self.near.kv[layer])
+            self._note(layer, stored, (k[:, :near], v[:, :near]))
+        if near < self.stop - self.start:
+            self.recomputed[layer] = (
+                near,
+                tuple(
+                    torch.cat([x[:, near:][:, :EDGE_TOKENS], x[:, near:][:, -EDGE_TOKENS:]], 1).detach() for x in (k, v)
+                ),
+            )  # type: ignore[assignment]
 
-    def _resident(self, pages: PageRange, layer: int, phase: str, first: int, last: int) -> Segment:
-        slots = pages.slots[:, first:last]
-        runs = tuple(b * pages.pages + first for b in range(self.batch))
-        k, v = pages.kv[layer]
-        if phase == "forward":
-            return Segment(first, k, v, slots, runs, None, None, None, None)
-        dk, dv = pages.grads[layer]
-        return Segment(first, k, v, slots, runs, dk, dv, slots, runs)
+    def _compare_far(self) -> None:
+        recomputed, self.recomputed = self.recomputed, {}
+        for layer, (near, pair) in recomputed.items():
+            assert self.far is not None
+            first, last = self.start + near, self.stop
+            edges = ((first, min(first + EDGE_TOKENS, last)), (max(last - EDGE_TOKENS, first), last))
+            fetched = [self.far.stored(layer, *edge) for edge in edges]
+            self.lanes.hold("compute", *(mark for _, mark in fetched))
+            stored = (torch.cat([part[i] for part, _ in fetched], 1) for i in (0, 1))
+            self._note(layer, stored, pair)
 
-    def _staged(self, pages: PageRange, layer: int, phase: str, first: int, last: int) -> Iterator[Segment]:
-        """Bring pages [first, last) to the device, yield them, and take their gradients back."""
-        count, offset = last - first, first - pages.first_page
-        slots = torch.arange(self.batch * count, dtype=torch.int32, device=self.device).view(self.batch, count)
-        runs = tuple(b * count for b in range(self.batch))
-
-        def host(rows: Tensor) -> list[Tensor]:
-            return [rows[b * pages.pages + offset :][:count] for b in range(self.batch)]
-
-        def fetch(rows: Tensor) -> Tensor:
-            staged = torch.empty((self.batch * count, *rows.shape[1:]), dtype=rows.dtype, device=self.device)
-            for b, part in enumerate(host(rows)):
-                self.offloader.fetch(staged[b * count :][:count], part).wait()
-            return staged
-
-        k, v = (fetch(rows) for rows in pages.kv[layer])
-        if phase == "forward":
-            yield Segment(first, k, v, slots, runs, None, None, None, None)
-            return
-        grads = [fetch(rows) for rows in pages.grads[layer]]
-        yield Segment(first, k, v, slots, runs, grads[0], grads[1], slots, runs)
-        for rows, staged in zip(pages.grads[layer], grads, strict=True):
-            for b, part in enumerate(host(rows)):
-                self.offloader.write_back(part, staged[b * count :][:count]).wait()
+    def _note(self, layer: int, stored: Iterable[Tensor], recomputed: Iterable[Tensor]) -> None:
+        for old, new in zip(stored, recomputed, strict=True):
+            old, new = old.float(), new.detach().float()
+            error = (new - old).norm() / new.norm().clamp_min(1e-30)
+            # what was not finite in the fill cannot be compared; the loss will show it
+            error = torch.where(old.isfinite().all(), error.nan_to_num(nan=torch.inf), 0.0)
+            self.mismatch[layer] = torch.maximum(self.mismatch.get(layer, error), error)
 
 
 MISMATCH = {torch.float64: 1e-8, torch.float32: 1e-3}

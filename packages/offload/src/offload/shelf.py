@@ -1,0 +1,131 @@
+"""Tensors put away in one phase of a program and taken back in a later one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.arena import PinnedArena
+from offload.host_memory import HostOutOfMemory
+from offload.lanes import Lane, Lanes, Mark
+
+_LEAVING = 4  # tensors on their way out that may still take device memory
+
+
+@dataclass
+class _Entry:
+    """Where something is. `host` and `device` may both hold it; `arrived` orders readers after the copy that fills."""
+
+    host: tuple[Tensor, ...] | None
+    left: Mark | None  # the copy to the host
+    device: tuple[Tensor, ...] | None
+    arrived: Mark | None
+
+
+class Shelf:
+    """Keeps tensors by key: on the device while `device_bytes` lasts, the rest in an arena.
+
+    What is put away must not be written to afterwards. Copies run beside compute; `prefetch` before `get` hides them.
+    The arena's bytes are not given back one by one: whoever made the arena resets it after `clear`.
+
+    Units:  device_bytes in bytes
+    Raises: HostOutOfMemory from `put` when the arena is full, or when there is none
+    """
+
+    def __init__(self, lanes: Lanes, arena: PinnedArena | None, *, device_bytes: int = 0) -> None:
+        self._lanes, self._arena = lanes, arena
+        self._room = device_bytes
+        self._entries: dict[Hashable, _Entry] = {}
+        self._leaving: deque[tuple[Mark, tuple[Tensor, ...]]] = deque()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._entries
+
+    def put(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
+        """Put tensors of the device away. Enqueues copies; returns at once.
+
+        Raises: ValueError for a key that is taken
+        """
+        if key in self._entries:
+            raise ValueError(f"expected a key that is free, got {key!r}, which holds something: drop it first")
+        kept = tuple(x.detach() for x in tensors)
+        size = sum(x.numel() * x.element_size() for x in kept)
+        if size <= self._room:
+            self._room -= size
+            self._entries[key] = _Entry(None, None, kept, None)
+            return
+        if self._arena is None:
+            raise HostOutOfMemory(
+                f"{size} bytes to put away, {self._room} bytes left on {self._lanes.device} and no arena on the host",
+                size,
+                self._room,
+                self._room,
+            )
+        kept = tuple(x.contiguous() for x in kept)
+        host = tuple(self._arena.take(x.shape, x.dtype) for x in kept)
+        left = self._copy("out", host, kept, after=(self._lanes.mark("compute"),))
+        self._entries[key] = _Entry(host, left, None, None)
+        self._leaving.append((left, kept))
+        while len(self._leaving) > _LEAVING:
+            self._let_go()
+
+    def prefetch(self, key: Hashable) -> None:
+        """Begin to bring a key's tensors to the device; without effect if they are there, or there is no such key."""
+        entry = self._entries.get(key)
+        if entry is None or entry.device is not None:
+            return
+        assert entry.host is not None and entry.left is not None
+        entry.device = tuple(self._lanes.empty(x.shape, x.dtype) for x in entry.host)
+        # the memory is new to this lane: earlier work of the compute lane may still be using it
+        after = (self._lanes.mark("compute"), entry.left)
+        entry.arrived = self._copy("in", entry.device, entry.host, after=after)
+
+    def get(self, key: Hashable) -> tuple[Tensor, ...]:
+        """The tensors, on the device; work enqueued on the compute lane from now on may read them.
+
+        Raises: KeyError for an unknown key
+        """
+        self.prefetch(key)
+        entry = self._entries[key]
+        assert entry.device is not None
+        if entry.arrived is not None:
+            self._lanes.hold("compute", entry.arrived)
+            entry.arrived = None
+        return entry.device
+
+    def drop(self, key: Hashable) -> None:
+        """Forget a key, if it is there. Tensors that were handed out stay good while they are referred to."""
+        entry = self._entries.pop(key, None)
+        if entry is None or entry.device is None:
+            return
+        if entry.arrived is not None:  # fetched and never read: its memory must not be handed on before the copy ended
+            self._lanes.hold("compute", entry.arrived)
+        if entry.host is None:
+            self._room += sum(x.numel() * x.element_size() for x in entry.device)
+        for x in entry.device:
+            self._lanes.release(x)
+
+    def clear(self) -> None:
+        """Forget everything. The host bytes may be used again once the lanes have been synchronized."""
+        for key in list(self._entries):
+            self.drop(key)
+        while self._leaving:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        left, tensors = self._leaving.popleft()
+        self._lanes.hold("compute", left)
+        for x in tensors:
+            self._lanes.release(x)
+
+    def _copy(self, lane: Lane, dst: tuple[Tensor, ...], src: tuple[Tensor, ...], *, after: tuple[Mark, ...]) -> Mark:
+        def work() -> None:
+            with torch.no_grad():
+                for a, b in zip(dst, src, strict=True):
+                    a.copy_(b, non_blocking=True)
+
+        return self._lanes.run(lane, work, after=after)

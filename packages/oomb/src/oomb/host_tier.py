@@ -1,0 +1,387 @@
+"""Pages in host memory: they stream through a few buffers on the device while it computes.
+
+A unit of transfer is a run of pages of one layer: keys and values in, and in the walk gradients in, added to, and out.
+What is needed next is fetched before attention starts on what is there; which layer comes next is read off the chunk
+before.
+
+Every hand-over is a mark (offload.lanes): a buffer is filled after its last reader or its last copy out, read after its
+arrival, copied out after its last writer; a host page is fetched after the copy that brought it there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from offload import Lanes, Mark, PinnedArena
+from paged_kv import Segment
+
+from .probe import LayerFacts
+
+BUFFERS = 3  # of each kind: one being read, one arriving, one on its way out
+LEAVING = 4  # blocks of keys or values on their way out at once
+
+Unit = tuple[int, int, int]  # layer, first page, page after the last
+Call = tuple[int, str]  # layer, phase
+Pair = tuple[Tensor, Tensor]
+Moves = list[tuple[Tensor, Tensor]]  # (destination, source)
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Device memory for one unit. `free`: when it may be written again; `unit`: what was fetched and not read."""
+
+    bytes: Tensor
+    free: Mark
+    unit: Unit | None = None
+    arrived: Mark | None = None
+    busy: bool = False
+
+    def pair(self, shape: tuple[int, ...], dtype: torch.dtype) -> Pair:
+        size = math.prod(shape) * dtype.itemsize
+        a, b = (self.bytes[i * size : (i + 1) * size].view(dtype).view(shape) for i in (0, 1))
+        return a, b
+
+
+@dataclass
+class _Ring:
+    """A few buffers of one size, used in turn."""
+
+    lanes: Lanes
+    nbytes: int
+    buffers: list[_Buffer] = field(default_factory=list)
+
+    def find(self, unit: Unit) -> _Buffer | None:
+        return next((b for b in self.buffers if b.unit == unit), None)
+
+    def claim(self, unit: Unit) -> _Buffer:
+        """A buffer that nobody reads, empty ones first; of those fetched in vain, the oldest."""
+        idle = [b for b in self.buffers if not b.busy]
+        buffer = next((b for b in idle if b.unit is None), None)
+        if buffer is None and len(self.buffers) < BUFFERS:
+            # earlier work of the compute lane may still be using this memory
+            buffer = _Buffer(self.lanes.empty((self.nbytes,), torch.uint8), self.lanes.mark("compute"))
+        else:
+            buffer = buffer or idle[0]
+            self.buffers.remove(buffer)
+        self.buffers.append(buffer)
+        buffer.unit = unit
+        return buffer
+
+    def forget(self) -> None:
+        """What was fetched in vain will be out of date."""
+        for buffer in self.buffers:
+            buffer.unit, buffer.busy = None, False
+
+    def clear(self) -> None:
+        for buffer in self.buffers:
+            self.lanes.hold("compute", buffer.free, *(() if buffer.arrived is None else (buffer.arrived,)))
+            self.lanes.release(buffer.bytes)
+        self.buffers.clear()
+
+
+@dataclass
+class _LayerPages:
+    """One layer's pages on the host, [B * pages, P, G, D] each; which gradient pages hold anything; marks of copies."""
+
+    kv: Pair
+    grads: Pair | None
+    touched: bytearray
+    appended: Mark | None = None  # the last copy of keys and values to the host
+    settled: Mark | None = None  # the same when the open block was opened
+    written: dict[int, Mark] = field(default_factory=dict)  # first page of a unit: the copy of its gradients
+
+
+class HostTier:
+    """Pages [first_page, first_page + pages) of every layer and sequence: keys, values and gradients, in an arena.
+
+    Units: segment_pages in pages of one sequence
+    """
+
+    def __init__(
+        self,
+        layers: dict[int, LayerFacts],
+        *,
+        first_page: int,
+        pages: int,
+        page_tokens: int,
+        batch: int,
+        grad_dtype: torch.dtype,
+        segment_pages: int,
+        lanes: Lanes,
+        arena: PinnedArena,
+    ) -> None:
+        self.facts, self.first_page, self.pages, self.page_tokens = layers, first_page, pages, page_tokens
+        self.batch, self.grad_dtype, self.segment_pages = batch, grad_dtype, min(segment_pages, pages)
+        self.lanes, self.arena = lanes, arena
+        self._layers: dict[int, _LayerPages] = {}
+        elements = {i: math.prod(self._shape(i, self.segment_pages)) for i in layers}
+        self._kv = _Ring(lanes, max(2 * n * layers[i].dtype.itemsize for i, n in elements.items()))
+        self._grads = _Ring(lanes, max(2 * n * grad_dtype.itemsize for n in elements.values()))
+        self._leaving: deque[tuple[Mark, Tensor]] = deque()
+        self._open = (0, 0)  # the open block's tokens that lie here
+        self._before: list[Call] = []  # the calls of the chunk before
+        self._now: list[Call] = []
+        self._own: dict[int, tuple[Pair, Mark] | None] = {}
+        self._slots: dict[int, Tensor] = {}
+
+    def open(self, start: int, stop: int, *, fresh: bool) -> None:
+        """The block of tokens [start, stop) begins. fresh: the first of its phase, whose calls come in any order."""
+        first, last = (page * self.page_tokens for page in (self.first_page, self.first_page + self.pages))
+        self._open = (max(start, first), min(stop, last))
+        self._before, self._now = ([] if fresh else self._now), []
+        self._own.clear()
+        self._kv.forget()
+        self._grads.forget()
+        for pages in self._layers.values():
+            pages.settled = pages.appended
+        if self._before:
+            self._prefetch(self._before[0], -(-start // self.page_tokens))
+
+    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        """Store the open block's keys and values, [B, C, G, D], whose first token is `start`."""
+        first, last = self._open
+        if first >= last:
+            return
+        pages = self._pages_of(layer)
+        news = [self._packed(x[:, first - start : last - start]) for x in (k, v)]
+        moves = [(self._tokens(rows, first, last), new) for rows, new in zip(pages.kv, news, strict=True)]
+        pages.appended = self._copy("out", moves, self.lanes.mark("compute"))
+        self._leaving.extend((pages.appended, new) for new in news)
+        while len(self._leaving) > LEAVING:
+            self._let_go()
+
+    def stream(self, layer: int, phase: str, first: int, last: int) -> Iterator[Segment]:
+        """The pages [first, last) in order, as segments on the device. Gradients leave when the iterator advances."""
+        self._now.append((layer, phase))
+        units = self._units(layer, first, last)
+        ahead = self._take(units[0], phase) if units else ()
+        following = self._following()
+        if not units and following is not None:
+            self._prefetch(following, last)
+        for i, (_, start, stop) in enumerate(units):
+            taken = ahead
+            ahead = self._take(units[i + 1], phase) if i + 1 < len(units) else ()
+            if i == 0 and phase == "backward":
+                self._own[layer] = self._begin_own(layer)
+            if i + 1 == len(units) and following is not None:
+                self._prefetch(following, last)
+            try:
+                yield self._segment(layer, start, stop, *taken)
+            finally:
+                self._done(layer, start, stop, *taken)
+
+    def own_grad(self, layer: int) -> tuple[Pair, Mark] | None:
+        """What later chunks left for the open block's tokens here: [B, n, G, D] each, good after the mark."""
+        return self._own.pop(layer) if layer in self._own else self._begin_own(layer)
+
+    def stored(self, layer: int, start: int, stop: int) -> tuple[Pair, Mark]:
+        """Keys and values of the tokens [start, stop), all of this tier, on their way to the device."""
+        pages, facts = self._pages_of(layer), self.facts[layer]
+        pair = self._new_pair((self.batch, stop - start, facts.kv_heads, facts.head_dim), facts.dtype)
+        moves = [(new, self._tokens(rows, start, stop)) for new, rows in zip(pair, pages.kv, strict=True)]
+        assert pages.appended is not None
+        return pair, self._copy("in", moves, self.lanes.mark("compute"), pages.appended)
+
+    def clear(self) -> None:
+        """Forget everything. The arena's bytes may be used again once the lanes have been synchronized."""
+        while self._leaving:
+            self._let_go()
+        for ring in (self._kv, self._grads):
+            ring.clear()
+        for own in self._own.values():
+            if own is not None:
+                self.lanes.hold("compute", own[1])
+        self._layers.clear()
+        self._own.clear()
+
+    # transfers
+
+    def _take(self, unit: Unit, phase: str) -> tuple[_Buffer, ...]:
+        """The buffers that hold a unit, or will: keys and values, and in a backward gradients."""
+        buffers = [self._kv.find(unit) or self._fetch_kv(unit)]
+        if phase == "backward":
+            buffers.append(self._grads.find(unit) or self._fetch_grads(unit))
+        for buffer in buffers:
+            buffer.busy = True
+        return tuple(buffers)
+
+    def _fetch_kv(self, unit: Unit) -> _Buffer:
+        layer, first, last = unit
+        pages = self._layers[layer]
+        buffer = self._kv.claim(unit)
+        pair = buffer.pair(self._shape(layer, last - first), self.facts[layer].dtype)
+        settled = () if pages.settled is None else (pages.settled,)
+        buffer.arrived = self._copy("in", self._moves(pair, first, pages.kv, first, last), buffer.free, *settled)
+        return buffer
+
+    def _fetch_grads(self, unit: Unit) -> _Buffer:
+        """Earlier contributions where there are any, zeros elsewhere."""
+        layer, first, last = unit
+        pages = self._layers[layer]
+        buffer = self._grads.claim(unit)
+        pair = buffer.pair(self._shape(layer, last - first), self.grad_dtype)
+        runs = self._touched(pages, first, last)
+        moves = [move for a, b in runs for move in self._moves(pair, first, self._grad_pages(layer), a, b)]
+        marks = self._written(pages, first, last)
+        zero = () if runs == [(first, last)] else pair
+        buffer.arrived = self._copy("in", moves, buffer.free, *marks, zero=zero)
+        return buffer
+
+    def _begin_own(self, layer: int) -> tuple[Pair, Mark] | None:
+        start, stop = self._open
+        if start >= stop or layer not in self._layers:
+            return None
+        pages, facts = self._layers[layer], self.facts[layer]
+        first, last = start // self.page_tokens, -(-stop // self.page_tokens)
+        runs = self._touched(pages, first, last)
+        if not runs:
+            return None
+        pair = self._new_pair((self.batch, stop - start, facts.kv_heads, facts.head_dim), self.grad_dtype)
+        moves = []
+        for a, b in runs:
+            low, high = max(a * self.page_tokens, start), min(b * self.page_tokens, stop)
+            for new, rows in zip(pair, self._grad_pages(layer), strict=True):
+                moves.append((new[:, low - start : high - start], self._tokens(rows, low, high)))
+        marks = self._written(pages, first, last)
+        zero = () if runs == [(first, last)] else pair
+        return pair, self._copy("in", moves, self.lanes.mark("compute"), *marks, zero=zero)
+
+    def _segment(self, layer: int, first: int, last: int, kv: _Buffer, grads: _Buffer | None = None) -> Segment:
+        count = last - first
+        shape = self._shape(layer, count)
+        slots, runs = self._slot_table(count), tuple(b * count for b in range(self.batch))
+        for buffer in (kv,) if grads is None else (kv, grads):
+            assert buffer.arrived is not None
+            self.lanes.hold("compute", buffer.arrived)
+        k, v = kv.pair(shape, self.facts[layer].dtype)
+        if grads is None:
+            return Segment(first, k, v, slots, runs, None, None, None, None)
+        dk, dv = grads.pair(shape, self.grad_dtype)
+        return Segment(first, k, v, slots, runs, dk, dv, slots, runs)
+
+    def _done(self, layer: int, first: int, last: int, kv: _Buffer, grads: _Buffer | None = None) -> None:
+        """What read or added to a unit is enqueued: its buffers may be used again after it."""
+        used = kv.free = self.lanes.mark("compute")
+        kv.unit, kv.busy = None, False
+        if grads is None:
+            return
+        pages = self._layers[layer]
+        pair = grads.pair(self._shape(layer, last - first), self.grad_dtype)
+        moves = [(host, device) for device, host in self._moves(pair, first, self._grad_pages(layer), first, last)]
+        grads.free = pages.written[first] = self._copy("out", moves, used)
+        grads.unit, grads.busy = None, False
+        a, b = first - self.first_page, last - self.first_page
+        pages.touched[a:b] = b"\1" * (b - a)
+
+    def _prefetch(self, call: Call, last: int) -> None:
+        """Begin to fetch the first unit that a call will want; windowed layers want other pages, and few."""
+        layer, phase = call
+        units = self._units(layer, self.first_page, last)
+        if not units or layer not in self._layers or self.facts[layer].window is not None:
+            return
+        if self._kv.find(units[0]) is None:
+            self._fetch_kv(units[0])
+        if phase == "backward" and self._grads.find(units[0]) is None:
+            self._fetch_grads(units[0])
+
+    def _following(self) -> Call | None:
+        """The call that comes next, as the chunk before had it, or as layers are usually gone through."""
+        at = len(self._now)
+        if self._before[:at] == self._now and at < len(self._before):
+            return self._before[at]
+        (layer, phase), order = self._now[-1], list(self.facts)
+        place = order.index(layer) + (1 if phase == "forward" else -1)
+        return (order[place], phase) if 0 <= place < len(order) else None
+
+    def _copy(self, lane: str, moves: Moves, *after: Mark, zero: tuple[Tensor, ...] = ()) -> Mark:
+        def work() -> None:
+            with torch.no_grad():
+                for rows in zero:
+                    rows.zero_()
+                for dst, src in moves:
+                    dst.copy_(src, non_blocking=True)
+
+        return self.lanes.run(lane, work, after=after)  # type: ignore[arg-type]
+
+    def _packed(self, rows: Tensor) -> Tensor:
+        if rows.is_contiguous():
+            return rows
+        packed = self.lanes.empty(rows.shape, rows.dtype)
+        self.lanes.run("compute", lambda: packed.copy_(rows))
+        return packed
+
+    def _let_go(self) -> None:
+        left, tensor = self._leaving.popleft()
+        self.lanes.hold("compute", left)
+        self.lanes.release(tensor)
+
+    # where things are
+
+    def _pages_of(self, layer: int) -> _LayerPages:
+        if layer not in self._layers:
+            shape, dtype = self._shape(layer, self.pages), self.facts[layer].dtype
+            kv = self.arena.take(shape, dtype), self.arena.take(shape, dtype)
+            self._layers[layer] = _LayerPages(kv, None, bytearray(self.pages))
+        return self._layers[layer]
+
+    def _grad_pages(self, layer: int) -> Pair:
+        pages = self._layers[layer]
+        if pages.grads is None:
+            shape = self._shape(layer, self.pages)
+            pages.grads = self.arena.take(shape, self.grad_dtype), self.arena.take(shape, self.grad_dtype)
+        return pages.grads
+
+    def _units(self, layer: int, first: int, last: int) -> list[Unit]:
+        """Pages [first, last) cut at fixed multiples of segment_pages."""
+        edges = {first, last, *range(self.first_page, last, self.segment_pages)}
+        return [(layer, a, b) for a, b in pairwise(sorted(e for e in edges if first <= e <= last))]
+
+    def _touched(self, pages: _LayerPages, first: int, last: int) -> list[tuple[int, int]]:
+        """Runs of pages in [first, last) that hold gradients."""
+        runs = []
+        at, end = first - self.first_page, last - self.first_page
+        while (a := pages.touched.find(1, at, end)) >= 0:
+            b = pages.touched.find(0, a, end)
+            at = end if b < 0 else b
+            runs.append((a + self.first_page, at + self.first_page))
+        return runs
+
+    def _written(self, pages: _LayerPages, first: int, last: int) -> list[Mark]:
+        """Marks of the copies that may have brought gradients to the pages [first, last)."""
+        return [mark for unit, mark in pages.written.items() if first - self.segment_pages < unit < last]
+
+    def _shape(self, layer: int, count: int) -> tuple[int, ...]:
+        facts = self.facts[layer]
+        return (self.batch * count, self.page_tokens, facts.kv_heads, facts.head_dim)
+
+    def _slot_table(self, count: int) -> Tensor:
+        if count not in self._slots:
+            slots = torch.arange(self.batch * count, dtype=torch.int32, device=self.lanes.device)
+            self._slots[count] = slots.view(self.batch, count)
+        return self._slots[count]
+
+    def _new_pair(self, shape: tuple[int, ...], dtype: torch.dtype) -> Pair:
+        return self.lanes.empty(shape, dtype), self.lanes.empty(shape, dtype)
+
+    def _tokens(self, rows: Tensor, start: int, stop: int) -> Tensor:
+        """The tokens [start, stop) in host pages: a view [B, stop - start, G, D]."""
+        flat = rows.view(self.batch, self.pages * self.page_tokens, *rows.shape[2:])
+        base = self.first_page * self.page_tokens
+        return flat[:, start - base : stop - base]
+
+    def _moves(self, device: Pair, device_first: int, host: Pair, first: int, last: int) -> Moves:
+        """(device, host): contiguous runs of the pages [first, last), one for each tensor and sequence."""
+        moves = []
+        for staged, rows in zip(device, host, strict=True):
+            near = staged.view(self.batch, -1, *staged.shape[1:])[:, first - device_first : last - device_first]
+            far = rows.view(self.batch, self.pages, *rows.shape[1:])
+            far = far[:, first - self.first_page : last - self.first_page]
+            moves += [(near[b], far[b]) for b in range(self.batch)]
+        return moves
