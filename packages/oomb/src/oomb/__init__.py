@@ -10,8 +10,17 @@ if TYPE_CHECKING:
     from .config import ChunkConfig
     from .hf import Unsupported
     from .hf_trainer import ChunkTrainerMixin, OombTrainer
+    from .verification import verify
 
-__all__ = ["ChunkConfig", "ChunkTrainerMixin", "OombTrainer", "Unsupported", "chunked_backward", "chunked_loss"]
+__all__ = [
+    "ChunkConfig",
+    "ChunkTrainerMixin",
+    "OombTrainer",
+    "Unsupported",
+    "chunked_backward",
+    "chunked_loss",
+    "verify",
+]
 
 _HOMES = {
     "ChunkConfig": "config",
@@ -20,6 +29,7 @@ _HOMES = {
     "Unsupported": "hf",
     "chunked_backward": "api",
     "chunked_loss": "api",
+    "verify": "verification",
 }
 
 

@@ -65,11 +65,11 @@ def prepare(config: TrainConfig) -> Job:
     Raises: ValueError for a device that is absent, an output that cannot be written or holds another run, a path that
         cannot be read, a model or tokenizer that cannot be loaded or do not match, a text shorter than one context
     """
-    device = _device(config.device)
-    kind = config.dtype if config.dtype != "auto" else ("mixed" if device.type == "cuda" else "float32")
+    device = choose_device(config.device)
+    dtype, mixed = choose_dtype(config.dtype, device)
     output = Path(config.output).expanduser()
     _check_output(output)
-    arguments = _arguments(config, device, kind)
+    arguments = _arguments(config, device, mixed)
     resume_from = _resume(config, output / "checkpoints")
     source = find_source(config)
     held_out_source = None if config.eval_data is None else find_source(config, config.eval_data)
@@ -81,7 +81,6 @@ def prepare(config: TrainConfig) -> Job:
     if held_out_source is not None:
         held_out = read_sequences(held_out_source, tokenizer, config, vocabulary, wanted=None)
     torch.manual_seed(config.seed)
-    dtype = torch.float32 if kind == "mixed" else getattr(torch, kind)
     model = load_model(config, model_config, dtype, device)
     return Job(config, arguments, model, tokenizer, data, held_out, device, resume_from)
 
@@ -100,7 +99,7 @@ def _data(
     return read_sequences(source, tokenizer, config, vocabulary, wanted=wanted)
 
 
-def _arguments(config: TrainConfig, device: torch.device, kind: str) -> TrainingArguments:
+def _arguments(config: TrainConfig, device: torch.device, mixed: bool) -> TrainingArguments:
     given = dict(config.trainer)
     refuse_optimizer(str(given.get("optim", "adamw_torch")))
     reports = given.get("report_to", "none")
@@ -128,7 +127,7 @@ def _arguments(config: TrainConfig, device: torch.device, kind: str) -> Training
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.max_grad_norm,
         "seed": config.seed,
-        "bf16": kind == "mixed",
+        "bf16": mixed,
         "use_cpu": device.type == "cpu",
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
@@ -176,7 +175,17 @@ def written_settings(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _device(name: str) -> torch.device:
+def choose_dtype(name: str, device: torch.device) -> tuple[torch.dtype, bool]:
+    """What the setting `dtype` means. Returns: the weights' type, and whether arithmetic is bfloat16 over float32"""
+    kind = name if name != "auto" else ("mixed" if device.type == "cuda" else "float32")
+    return (torch.float32, True) if kind == "mixed" else (getattr(torch, kind), False)
+
+
+def choose_device(name: str) -> torch.device:
+    """What the setting `device` means; of several CUDA devices this process then sees only one.
+
+    Raises: ValueError for one that is not there
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)

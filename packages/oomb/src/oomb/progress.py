@@ -146,7 +146,8 @@ class Progress(TrainerCallback):
         self._mean = 0.5 * (self._mean + seconds) if self._mean else seconds
         record = StepRecord(
             state.global_step, logs["loss"], float(logs["grad_norm"]), logs["learning_rate"], seconds,
-            self._tokens / seconds, peak_bytes(args.device), host_peak_bytes(), self._mfu(args.device, seconds),
+            self._tokens / seconds, peak_bytes(args.device), host_peak_bytes(),
+            utilization(self._flops, seconds, args.device),
         )  # fmt: skip
         self.records.append(record)
         logs |= {
@@ -175,12 +176,14 @@ class Progress(TrainerCallback):
             self._bar.close()
             self._bar = None
 
-    def _mfu(self, device: torch.device, seconds: float) -> float | None:
-        if device.type != "cuda":
-            return None
-        name = torch.cuda.get_device_name(device)
-        peak = next((tflops for known, tflops in PEAK_TFLOPS.items() if known in name), None)
-        return None if peak is None else self._flops / seconds / (peak * 1e12)
+
+def utilization(flops: float, seconds: float, device: torch.device) -> float | None:
+    """Share of a device's bfloat16 peak; None where that is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    peak = next((tflops for known, tflops in PEAK_TFLOPS.items() if known in name), None)
+    return None if peak is None else flops / seconds / (peak * 1e12)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from oomb.cli.commands import COMMANDS
+
 ABOUT = "Train causal language models on very long contexts, with exact gradients, on one machine."
-
-TRAIN_HELP = """\
-Train a causal language model on sequences far longer than a chunk, with exact gradients.
-
-Without arguments: a small model and a byte-level tokenizer made on the spot, trained on the running Python's own
-standard library. Otherwise name the model, the data and the context, in a YAML file or as `--key value`; the command
-line wins. Keys may be written with dashes or underscores.
-
-  oomb train --model path/to/model --data books/ --context 131072
-  oomb train run.yaml --dry-run                            say what would be done, and stop
-  oomb train run.yaml --resume true                        go on where Ctrl-C, SIGTERM or a crash ended it
-  oomb train run.yaml --adapter lora --optim adamw_8bit    adapters; optimizers by transformers' names
-"""
-
-TRAIN_MORE = """\
-Every field of transformers.TrainingArguments is a setting too, by its own name: --gradient-accumulation-steps 8,
---optim paged_adamw_8bit, --save-steps 50, --eval-steps 50, --report-to tensorboard, --neftune-noise-alpha 5,
---label-smoothing-factor 0.1, --lr-scheduler-type linear, --activation-checkpointing true, --use-liger-kernel true.
-"""
-
-COMMANDS = {
-    "train": "train a model",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
-    Returns: 0; 2 for what the caller got wrong, after one line on stderr; 130 when interrupted
+    Returns: 0; 1 for a check that failed; 2 for what the caller got wrong, after one line on stderr; 130 or 143 when
+        interrupted or terminated
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that spin take the cores of others
@@ -71,23 +52,22 @@ def _dispatch(argv: list[str]) -> int:
 
     top = Parser(prog="oomb", description=ABOUT, allow_abbrev=False)
     top.add_argument("--version", action="version", version=_version())
-    listed = "; ".join(f"{name}: {what}" for name, what in COMMANDS.items())
+    listed = "; ".join(f"{name}: {command.about}" for name, command in COMMANDS.items())
     top.add_argument("command", choices=list(COMMANDS), help=f"{listed}. `oomb COMMAND --help` tells more")
     top.parse_args(argv[:1] or ["--help"])
-    train = Parser(
-        prog="oomb train",
-        description=TRAIN_HELP,
-        epilog=TRAIN_MORE,
+    command = COMMANDS[argv[0]]
+    parser = Parser(
+        prog=f"oomb {argv[0]}",
+        description=command.help,
+        epilog=command.more,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        usage="oomb train [CONFIG.yaml] [--key value ...]",
+        usage=f"oomb {argv[0]} [CONFIG.yaml] [--key value ...]",
     )
-    add_options(train)
-    settings = read_settings(train, argv[1:])
-    from oomb.cli.train import run  # transformers too, only for a run
-
+    add_options(parser)
+    settings = read_settings(parser, argv[1:])
     dry_run = any(word.replace("_", "-") == "--dry-run" for word in argv)
-    return run(settings, dry_run=dry_run)
+    return importlib.import_module(command.module).run(settings, dry_run=dry_run)  # transformers too, only for a run
 
 
 def _version() -> str:

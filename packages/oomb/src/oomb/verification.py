@@ -1,0 +1,204 @@
+"""Is the chunked gradient that of the whole sequence? Asked of the user's own model, in its own precision."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .api import chunked_backward
+from .config import ChunkConfig
+from .hf import take_apart
+
+ALLOWED = 2.0  # times the whole run's own distance from the wider one
+# What is allowed besides: rounding, where the whole run happens to be exact. The library's own softmax and loss stay in
+# float32 in a float64 model.
+FLOOR = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+UNSEEN = 1e-4  # a parameter's own gradient counts for no less than this share of the whole
+
+
+@dataclass(frozen=True)
+class ParameterError:
+    """How far a parameter's gradient is from the reference, relative to it; and how far the whole run's is."""
+
+    name: str
+    chunked: float
+    whole: float
+    allowed: float
+
+    @property
+    def excess(self) -> float:
+        """Above 1 it is too far off."""
+        return self.chunked / self.allowed if self.chunked == self.chunked else float("inf")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found. `reference` is the precision both runs were held against."""
+
+    model: str
+    dtype: str
+    reference: str
+    tokens: int
+    chunk_tokens: int
+    loss_chunked: float
+    loss_whole: float
+    total: ParameterError
+    parameters: tuple[ParameterError, ...]  # worst first
+
+    @property
+    def culprit(self) -> ParameterError | None:
+        """The parameter that is furthest off, if one is too far."""
+        if self.parameters[0].excess > 1:
+            return self.parameters[0]
+        return self.total if self.total.excess > 1 else None
+
+    @property
+    def passed(self) -> bool:
+        return self.culprit is None
+
+    def lines(self) -> list[str]:
+        """What a person reads."""
+        worst = self.culprit or self.parameters[0]
+        shown = [
+            f"model       {self.model}, {self.dtype}; {self.tokens:,} tokens in chunks of {self.chunk_tokens:,}",
+            f"loss        {self.loss_chunked:.6f} in chunks, {self.loss_whole:.6f} whole",
+            f"gradient    {self.total.chunked:.1e} from {self.reference}; the whole run itself {self.total.whole:.1e}",
+            f"worst       {worst.name}: {worst.chunked:.1e}; the whole run itself {worst.whole:.1e}, "
+            f"allowed {worst.allowed:.1e}",
+        ]
+        return [
+            *shown,
+            "passed" if self.passed else f"FAILED      {worst.name} is {worst.excess:.3g} times as far off as allowed",
+        ]
+
+
+def verify(
+    model: nn.Module,
+    input_ids: Tensor | None = None,
+    *,
+    config: ChunkConfig | None = None,
+    tokens: int = 512,
+    autocast: torch.dtype | None = None,
+) -> Verification:
+    """Compare a model's chunked gradient with that of its own forward pass over the whole sequence.
+
+    Both are held against a copy of the model in the next wider precision: the chunked one may be twice as far from it
+    as the whole one is. Runs in evaluation mode (no dropout); `.grad` and modes are as before afterwards.
+
+    Shapes: input_ids [1, T]; default: `tokens` random ones
+    config: as for training; sparse attention is verified as dense (it is an approximation by design), and a chunk
+        that holds the whole sequence is cut to a quarter of it
+    Returns: per-parameter errors, worst first
+    Raises: ValueError for a model that cannot be trained in chunks
+    """
+    parts = take_apart(model)
+    if input_ids is None:
+        size = min(parts.vocab_size, parts.label_size)
+        input_ids = torch.randint(size, (1, tokens), generator=torch.Generator().manual_seed(0))
+    ids = input_ids.to(parts.device)
+    config = _short(config or ChunkConfig(), ids.shape[1], parts.device)
+    cast = torch.autocast(parts.device.type, autocast, enabled=autocast is not None)
+    with _undisturbed(model):
+        with cast:
+            loss_chunked = float(chunked_backward(model, ids, config=config))
+        chunked = _taken(model)
+        with cast:
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        whole = _taken(model)
+        reference, name = _reference(model, ids, whole)
+    dtype = autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())
+    total, parameters = _compare(chunked, whole, reference, FLOOR[dtype])
+    shown = f"{dtype}".removeprefix("torch.") + (" autocast" if autocast else "")
+    chunk = config.chunk_length(parts.device)
+    return Verification(
+        type(parts.causal).__name__,
+        shown,
+        name,
+        ids.shape[1],
+        chunk,
+        loss_chunked,
+        float(loss.detach()),
+        total,
+        parameters,
+    )
+
+
+def _short(config: ChunkConfig, tokens: int, device: torch.device) -> ChunkConfig:
+    config = replace(config, attention="dense")
+    if config.chunk_length(device) < tokens:
+        return config
+    return replace(config, chunk_tokens=max(tokens // 4, 1), page_tokens=min(config.page_tokens, 64))
+
+
+def _reference(model: nn.Module, ids: Tensor, whole: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+    """Gradients of a copy in wider precision; quantized weights have none, there the whole run is the reference."""
+    if getattr(take_apart(model).causal, "is_quantized", False):
+        return whole, "the whole run"
+    dtypes = {p.dtype for p in model.parameters()}
+    wide = torch.float64 if dtypes <= {torch.float32, torch.float64} else torch.float32
+    twin: Any = copy.deepcopy(model).to(wide)
+    if hasattr(twin, "set_experts_implementation"):
+        twin.set_experts_implementation("eager")  # the grouped kernels know no float64
+    twin(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return _taken(twin), f"{wide}".removeprefix("torch.")
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    grads = [(p, p.grad) for p in model.parameters()]
+    try:
+        model.eval()
+        for p, _ in grads:
+            p.grad = None
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for p, grad in grads:
+            p.grad = grad
+
+
+def _taken(model: nn.Module) -> dict[str, Tensor]:
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for p in model.parameters():
+        p.grad = None
+    return grads
+
+
+def _compare(
+    chunked: dict[str, Tensor], whole: dict[str, Tensor], reference: dict[str, Tensor], floor: float
+) -> tuple[ParameterError, tuple[ParameterError, ...]]:
+    norm = _norm([*reference.values()])
+    least = max(norm * UNSEEN, 1e-300)
+
+    def error(name: str) -> tuple[float, float, float]:
+        """Distances of both runs, and the length they are measured by."""
+        exact = reference[name].double()
+        if name not in chunked:
+            return float("inf"), 0.0, 1.0
+        far, near = (float((grads[name].double() - exact).norm()) for grads in (chunked, whole))
+        return far, near, max(float(exact.norm()), least)
+
+    found, squares = [], [0.0, 0.0]
+    for name in reference:
+        far, near, length = error(name)
+        squares = [squares[0] + far**2, squares[1] + near**2]
+        # rounding errors of a parameter are as large as those of its neighbours, however small its own gradient is
+        allowed = ALLOWED * near / length + floor * max(1.0, 0.01 * norm / length)
+        found.append(ParameterError(name, far / length, near / length, allowed))
+    found.sort(key=lambda one: one.excess, reverse=True)
+    total = (square**0.5 / max(norm, 1e-300) for square in squares)
+    far, near = total
+    return ParameterError("all together", far, near, ALLOWED * near + floor), tuple(found)
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return sum(float(t.double().norm()) ** 2 for t in tensors) ** 0.5

@@ -1,0 +1,117 @@
+"""`verify` passes where the gradient is right and names what is wrong where it is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tests.models import build, configs
+
+from oomb import ChunkConfig, Unsupported, verification, verify
+from oomb.cli.main import main
+
+CONFIG = ChunkConfig(chunk_tokens=11, page_tokens=4)
+
+
+@pytest.mark.parametrize("name", configs())
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_exact_models_pass(name, dtype):
+    found = verify(build(configs()[name], dtype=dtype), config=CONFIG, tokens=50)
+    assert found.passed, "\n".join(found.lines())
+    assert found.loss_chunked == pytest.approx(found.loss_whole, rel=3e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert found.total.whole > 0 or dtype == torch.float64
+    assert len(found.parameters) == len(list(build(configs()[name]).parameters()))
+
+
+def lora():
+    peft = get_peft_model(
+        build(configs()["qwen3"], dtype=torch.float32), LoraConfig(r=2, lora_dropout=0.5, target_modules="all-linear")
+    )
+    for name, p in peft.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, 0, 0.1)
+    return peft
+
+
+def test_adapters_and_autocast():
+    found = verify(lora(), config=CONFIG, tokens=50, autocast=torch.bfloat16)
+    assert found.passed and found.dtype == "bfloat16 autocast" and found.reference == "float64"
+    assert all("lora" in one.name for one in found.parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("victim", ["model.layers.1.self_attn.k_proj.weight", "model.layers.2.mlp.down_proj.weight"])
+@pytest.mark.parametrize("fault", ["scaled", "missing", "nan", "noisy"])
+def test_a_wrong_gradient_is_named(monkeypatch, dtype, victim, fault):
+    right = verification.chunked_backward
+
+    def wrong(model, ids, **more):
+        loss = right(model, ids, **more)
+        p = dict(model.named_parameters())[victim]
+        if fault == "missing":
+            p.grad = None
+        elif fault == "nan":
+            p.grad[0, 0] = float("nan")
+        elif fault == "scaled":
+            p.grad *= 1.1 if dtype == torch.bfloat16 else 1.001
+        else:
+            p.grad += (
+                torch.randn_like(p) * p.grad.norm() / p.numel() ** 0.5 * (0.1 if dtype == torch.bfloat16 else 1e-3)
+            )
+        return loss
+
+    monkeypatch.setattr(verification, "chunked_backward", wrong)
+    found = verify(build(configs()["qwen3"], dtype=dtype), config=CONFIG, tokens=50)
+    assert not found.passed and found.culprit.name == victim and found.lines()[-1].startswith(f"FAILED      {victim}")
+
+
+def test_the_model_is_left_as_it_was():
+    model = lora()
+    model.base_model.model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.full_like(p, 7.0)
+    verify(model, config=CONFIG, tokens=30)
+    assert [module.training for module in model.modules()] == modes
+    assert all(p.grad is None or bool((p.grad == 7).all()) for p in model.parameters())
+
+
+def test_a_chunk_that_would_hold_everything_is_cut():
+    found = verify(build(configs()["qwen3"]), tokens=64)
+    assert found.chunk_tokens == 16 and found.tokens == 64
+
+
+def test_sparse_attention_is_verified_as_dense():
+    config = ChunkConfig(chunk_tokens=8, page_tokens=4, attention="sparse", top_k_pages=1, recent_pages=1)
+    assert verify(build(configs()["qwen3"]), config=config, tokens=60).passed
+
+
+def test_what_cannot_be_trained_is_refused():
+    with pytest.raises(Unsupported):
+        verify(torch.nn.Linear(2, 2))
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    (tmp_path / "text.txt").write_text("some text " * 50)
+    arguments = ["verify", "--device", "cpu", "--context", "96", "--chunk-tokens", "24", "--page-tokens", "8"]
+    assert main(arguments) == 0
+    assert "passed" in capsys.readouterr().out
+    assert main([*arguments, "--data", str(tmp_path / "text.txt"), "--adapter", "lora", "--dtype", "mixed"]) == 0
+    assert "lora" in capsys.readouterr().out
+    assert main([*arguments, "--dry-run"]) == 0
+    assert "nothing was compared" in capsys.readouterr().out
+    right = verification.chunked_backward
+    monkeypatch.setattr(verification, "chunked_backward", lambda *a, **k: right(*a, **k, scale=1.01))
+    assert main(arguments) == 1
+    assert "FAILED" in capsys.readouterr().out
+    assert main([*arguments, "--chunk-tokens", "none"]) == 2
+
+
+def test_bench_times_several_chunk_lengths(capsys):
+    assert main(["bench", "--device", "cpu", "--context", "1200", "--steps", "1"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown[2:5]] == ["512", "1,024", "1,200"] and "1,200 random tokens" in shown[0]
+    assert all(float(line.split()[1]) > 0 for line in shown[2:5])
+    assert main(["bench", "--device", "cpu", "--context", "64", "--chunk-tokens", "16", "--dry-run"]) == 0
+    assert "would time chunks of 16" in capsys.readouterr().out
