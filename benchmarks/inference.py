@@ -3,7 +3,8 @@
     python3 benchmarks/inference.py --out benchmarks/results/inference_h200_<date>.json
 
 Decoding: one layer, 28 query and 4 KV heads of 128, bfloat16, pages of 128. Time is that of a CUDA graph of many calls,
-so that launches do not count; host time a call is measured apart, as it is without a graph. A cache of less than 256 MB
+so that launches do not count; host time a call is measured apart, as it is without a graph. `of_copy` is bytes of keys
+and values read a second over bytes read and written a second by the faster of two copies. A cache of less than 256 MB
 may lie in the chip's own cache from call to call: such rows are in the table, but say nothing of memory. Every row's
 result is first compared with float64 attention.
 """
@@ -13,10 +14,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages/paged_kv/
 
 from paged_kv import PagedKV, PagePool, paged_attention
 
+T = TypeVar("T")
 HEADS, GROUPS, DIM, PAGE = 28, 4, 128, 128
 SCALE = DIM**-0.5
 K = 1024
@@ -51,11 +55,12 @@ def milliseconds(call, calls: int = 20, rounds: int = 5) -> float:
     return min(times[1:])
 
 
-def copy_bandwidth() -> float:
-    """Bytes read and written a second by a copy of 4 GiB."""
-    source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
+def copy_bandwidth() -> dict[str, float]:
+    """Bytes read and written a second by copies of 4 GiB: the driver's own, and a kernel's."""
+    source = torch.ones(2**30, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / (milliseconds(lambda: target.copy_(source), 5) * 1e-3)
+    calls = {"memcpy": lambda: target.copy_(source), "kernel": lambda: torch.neg(source, out=target)}
+    return {name: 2 * 2**32 / (milliseconds(call, 5) * 1e-3) for name, call in calls.items()}
 
 
 class Decode:
@@ -78,8 +83,8 @@ class Decode:
         self.q, self.k, self.v = make(HEADS), make(GROUPS), make(GROUPS)
         kv.append(0, self.k, self.v)
 
-    def run(self) -> Tensor:
-        return paged_attention(self.q, self.k, self.v, self.kv, 0, scale=SCALE)
+    def run(self, **options) -> Tensor:
+        return paged_attention(self.q, self.k, self.v, self.kv, 0, scale=SCALE, **options)
 
     @property
     def bytes(self) -> int:
@@ -133,6 +138,57 @@ def decoding(copy: float) -> list[dict]:
     return rows
 
 
+@torch.no_grad()
+def limited() -> dict[str, float]:
+    """Microseconds of a step of 64 sequences of 32 K tokens that read a window or listed pages only."""
+    case = Decode((32 * K,) * 64)
+    pages = torch.rand(64, 1, 1, 256, device="cuda").argsort(-1)[..., :64].to(torch.int32)
+    calls = {"whole": {}, "window of 128": {"window": 128}, "64 of 256 pages": {"selected": pages}}
+    return {name: milliseconds(lambda options=options: case.run(**options)) * 1e3 for name, options in calls.items()}
+
+
+@torch.no_grad()
+def prefill() -> dict[str, float]:
+    """Milliseconds of 4,096 tokens over 64 K: as training calls it, without padding, and beside 63 decode rows."""
+    pool = PagePool(
+        layers=1, slots=2048, page_tokens=PAGE, kv_heads=GROUPS, head_dim=DIM, dtype=torch.bfloat16, device="cuda"
+    )  # fmt: skip
+    for pages in (pool.k[0], pool.v[0]):
+        pages.normal_()
+    kv = PagedKV(pool)
+    prompt, *rest = [kv.add() for _ in range(64)]
+    kv.extend({prompt: 64 * K} | dict.fromkeys(rest, K))
+    kv.mark_appended([0])
+    result = {}
+    for name, tokens in (("without padding", {prompt: 4 * K}), ("mixed", {prompt: 4 * K} | dict.fromkeys(rest, 1))):
+        kv.extend(tokens)
+        total = sum(tokens.values())
+        q, k, v = (torch.randn(total, h, DIM, device="cuda", dtype=torch.bfloat16) for h in (HEADS, GROUPS, GROUPS))
+        kv.append(0, k, v)
+
+        def run(q=q, k=k, v=v) -> Tensor:
+            return paged_attention(q, k, v, kv, 0, scale=SCALE)
+
+        if len(tokens) == 1:
+            result["as in training"] = eager_milliseconds(lambda q=q, k=k, v=v: run(q[None], k[None], v[None]))
+        result[name] = eager_milliseconds(run)
+        kv.truncate({s: kv.length(s) - n for s, n in tokens.items()})
+    return result
+
+
+def eager_milliseconds(call: Callable[[], Tensor], rounds: int = 20) -> float:
+    """The median time of a call that is launched as it is."""
+    times = []
+    for _ in range(rounds + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
 def unequal_prompts(vocab: int) -> dict[str, Tensor]:
     """Sixteen prompts of 512 to 16,384 tokens, padded on the left as `generate` wants them."""
     lengths = [16 * K, 8 * K, 4 * K, 4 * K, *[2 * K] * 4, *[1 * K] * 4, *[512] * 4]
@@ -142,7 +198,7 @@ def unequal_prompts(vocab: int) -> dict[str, Tensor]:
     return {"input_ids": torch.randint(1, vocab, mask.shape, device="cuda") * mask, "attention_mask": mask}
 
 
-def timed(call: Callable[[], Tensor]) -> tuple[float, float, Tensor]:
+def timed(call: Callable[[], T]) -> tuple[float, float, T]:
     """Seconds, peak memory above what was allocated before in GB, and the result."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -172,28 +228,42 @@ def generating(new: int) -> dict:
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     inputs = unequal_prompts(config.vocab_size)
+    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     tokens = int(inputs["attention_mask"].sum()) + (new + 64) * len(inputs["input_ids"])
 
-    def default(count: int) -> Tensor:
-        return model.generate(**inputs, max_new_tokens=count, do_sample=False)
+    def default(count: int) -> tuple[Tensor, Tensor, int]:
+        out = model.generate(**inputs, **options, max_new_tokens=count)
+        return (
+            out.sequences,
+            out.logits[0],
+            sum(
+                x.nbytes
+                for layer in (out.get("cache") or out.get("past_key_values")).layers
+                for x in (layer.keys, layer.values)
+            ),
+        )
 
-    def paged(count: int) -> Tensor:
+    def paged(count: int) -> tuple[Tensor, Tensor, int]:
         with PagedCache(model, tokens=tokens) as cache:
-            return model.generate(**inputs, max_new_tokens=count, do_sample=False, **cache.argument)
+            out = model.generate(**inputs, **options, max_new_tokens=count, **cache.argument)
+            pool = cache.kv.pool
+            used = pool.table.total_pages - pool.table.free_pages
+            return out.sequences, out.logits[0], sum(x[0].nbytes for x in (*pool.k, *pool.v)) * used
 
     result: dict = {"prompt_tokens": int(inputs["attention_mask"].sum()), "new_tokens_each": new}
-    outputs = {}
+    logits = {}
     for name, run in (("dynamic_cache", default), ("paged", paged)):
         run(4)  # compile, tune, warm up
         first, *_ = timed(lambda run=run: run(1))
-        whole, memory, outputs[name] = timed(lambda run=run: run(new + 1))
+        whole, memory, (_, logits[name], held) = timed(lambda run=run: run(new + 1))
         result[name] = {
             "prompt_seconds": first, "decode_tokens_a_second": len(inputs["input_ids"]) * new / (whole - first),
-            "peak_gigabytes_above_weights": memory,
+            "peak_gigabytes_above_weights": memory, "cache_gigabytes": held / 1e9,
         }  # fmt: skip
         print(name, json.dumps({k: round(v, 3) for k, v in result[name].items()}), flush=True)
-    width = inputs["input_ids"].shape[1]
-    result["equal_tokens"] = float((outputs["paged"] == outputs["dynamic_cache"])[:, width:].float().mean())
+    a, b = (logits[name].double() for name in ("paged", "dynamic_cache"))
+    result["first_logits_apart"] = float((a - b).norm() / b.norm())
+    print("first logits apart", result["first_logits_apart"], flush=True)
     return result
 
 
@@ -202,12 +272,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write the result")
     parser.add_argument("--new", type=int, default=64, help="tokens to generate in the comparison; 0: leave it out")
     options = parser.parse_args()
-    copy = copy_bandwidth()
+    copies = copy_bandwidth()
     torch.cuda.empty_cache()
     result = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_terabytes_a_second": copy * 1e-12,
-        "decode": decoding(copy),
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "copy_terabytes_a_second": {name: value * 1e-12 for name, value in copies.items()},
+        "decode": decoding(max(copies.values())), "limited_microseconds": limited(), "prefill_milliseconds": prefill(),
     }  # fmt: skip
+    for name in ("copy_terabytes_a_second", "limited_microseconds", "prefill_milliseconds"):
+        print(name, json.dumps({k: round(v, 3) for k, v in result[name].items()}), flush=True)
+    torch.cuda.empty_cache()
     if options.new:
         result["generate"] = generating(options.new)
     if options.out:

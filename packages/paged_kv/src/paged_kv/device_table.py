@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Block:
     starts: tuple[int, ...]
     ends: tuple[int, ...]
 
-    @property
+    @cached_property
     def tokens(self) -> tuple[int, ...]:
         return tuple(end - start for start, end in zip(self.starts, self.ends))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -72,10 +73,11 @@ def _decoded(q: Tensor, k: Tensor, kv: PagedKV, tokens: tuple[int, ...], backend
     """Which sequences the decode kernel serves, and the most tokens one of them has."""
     if backend not in ("auto", "triton"):
         return set(), 0
+    if backend == "auto" and not q.is_cuda:
+        return set(), 0
     try:
         kernel = importlib.import_module(f"{__package__}.triton_decode")
-        obstacle = "the tensors are on a CPU" if backend == "auto" and not q.is_cuda else None
-        obstacle = obstacle or kernel.why_not(q, k.shape[1], kv.page_tokens)
+        obstacle = kernel.why_not(q, k.shape[1], kv.page_tokens)
     except ImportError as error:
         obstacle = f"not available here ({error})"
     if obstacle is not None:
@@ -98,7 +100,7 @@ def _attend_group(
 ) -> None:
     """Sequences with equally many tokens, as one padded batch without padding."""
     assert kv.block is not None
-    ends = torch.tensor(kv.block.tokens).cumsum(0).tolist()
+    ends = list(accumulate(kv.block.tokens))
     places = [slice(ends[s] - count, ends[s]) for s in members]
     view = kv.view(tuple(members))
     if len(members) == 1:

@@ -13,8 +13,11 @@ Source: Flash-Decoding and Stream-K (arXiv 2301.03598); oracle: reference.py
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -26,6 +29,7 @@ from .device_table import Step
 MAX_TOKENS = 16  # a sequence's queries in one call; more are a prefill
 _MAX_ROWS = 64  # rows of a unit, where one token's heads are not more
 _LEAST_TILES = 4  # of a program, where there are enough
+_NUMBERS = ["rows_ptr", "starts_ptr", "firsts_ptr", "counts_ptr", "sequences"]  # slices of one buffer, however aligned
 
 
 @triton.jit
@@ -81,7 +85,7 @@ def _finish(acc, m, l, sinks_ptr, head, valid, SINKS: tl.constexpr):
     return acc / tl.where(l == 0.0, 1.0, l)[:, None]
 
 
-@triton.jit(do_not_specialize=["sequences", "window", "columns", "blocks"])
+@triton.jit(do_not_specialize=[*_NUMBERS, "window", "columns", "blocks"])
 def _paged_attention_decode_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, starts_ptr, firsts_ptr, counts_ptr, selected_ptr, sinks_ptr,
     out_ptr, parts_ptr, stats_ptr,
@@ -182,7 +186,7 @@ def _paged_attention_decode_kernel(
         tile = until
 
 
-@triton.jit(do_not_specialize=["sequences", "window", "programs"])
+@triton.jit(do_not_specialize=[*_NUMBERS, "window", "programs"])
 def _merge_decode_kernel(
     starts_ptr, firsts_ptr, counts_ptr, sinks_ptr, out_ptr, parts_ptr, stats_ptr, sequences, window, programs,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
@@ -254,7 +258,7 @@ def tile_for(dim: int, rows: int, dtype: torch.dtype, capability: tuple[int, int
     if dtype == torch.float32:
         return Tile(32, 4, 2, 1)
     if capability[0] in (9, 10):
-        return Tile(64, 4, 3 if dim <= 128 else 2, 2 if dim * rows <= 128 * 32 else 1)
+        return Tile(64, 4, 5 if dim <= 128 else 3, 2 if dim * rows <= 128 * 32 else 1)
     return Tile(32, 4, 3 if dim <= 128 else 2, 2)
 
 
@@ -277,46 +281,85 @@ def why_not(q: Tensor, kv_heads: int, page_tokens: int) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Launch:
+    """What does not change from call to call of one kind.
+
+    Units: parts, stats: numbers of float32 in the partial results
+    """
+
+    programs: int
+    parts: int
+    stats: int
+    tokens: int
+    decode: dict[str, Any]
+    merge: dict[str, Any]
+
+
+@cache
+def _launch(
+    shape: tuple[int, ...], heads: int, sequences: int, tokens: int, lists: tuple[int, int], window: bool, sinks: bool,
+    dtype: torch.dtype, device: torch.device, tile: Tile | None,
+) -> _Launch:  # fmt: skip
+    """shape of the pages; lists (heads that have one, pages in each, 0 for none)."""
+    _, page, groups, dim = shape
+    repeat, tokens = heads // groups, triton.next_power_of_2(tokens)  # few kernels for many numbers of tokens
+    padded = max(16, triton.next_power_of_2(dim))
+    per_unit = 1 if lists[1] else max(1, min(tokens, _MAX_ROWS // repeat))
+    rows = max(16, triton.next_power_of_2(per_unit * repeat))
+    capability, processors = (9, 0), 3
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    tile = tile or tile_for(padded, rows, dtype, capability)
+    chunks = -(-tokens // per_unit)
+    programs = max(1, processors * tile.per_sm // groups)
+    common = {
+        "GROUPS": groups, "REPEAT": repeat, "HEAD_DIM": dim, "DIM": padded, "PAGE": page, "BLOCK_M": rows,
+        "BLOCK_N": min(tile.keys, page & -page), "CHUNKS": chunks, "TOKENS": per_unit, "MOST": tokens,
+        "UNITS": triton.next_power_of_2(sequences * chunks), "LEAST": _LEAST_TILES, "WINDOW": window, "SINKS": sinks,
+        "SELECTED": lists[1], "enable_fp_fusion": True,
+    }  # fmt: skip
+    decode = common | {
+        "LISTED": triton.next_power_of_2(max(lists[1], 1)), "LISTS": lists[0], "STAGES": tile.stages,
+        "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+    parts = programs * 2 * groups * rows
+    return _Launch(programs, parts * dim, parts * 2, tokens, decode, common | {"PARTS": 16, "num_warps": 4})
+
+
 def decode(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: Step, tokens: int, *, scale: float, window: int | None,
     sinks: Tensor | None, selected: Tensor | None, tile: Tile | None = None,
 ) -> None:  # fmt: skip
     """Attention of the queries of all sequences that have at most `tokens` in the block; other rows are left alone.
 
-    The block's keys and values must be in the pages. Two launches, nothing waits, no grid depends on a length.
+    The block's keys and values must be in the pages, and no sequence may have more than `tokens` and at most
+    MAX_TOKENS. Two launches, nothing waits, no grid depends on a length.
     Shapes: q, out [T, H, D] contiguous; k, v [slots, P, G, D]; selected [S, G or 1, Q, K] int32
     """
-    (_, page, groups, dim), sequences = k.shape, step.rows.shape[0]
-    repeat = q.shape[1] // groups
-    padded = max(16, triton.next_power_of_2(dim))
-    per_unit = 1 if selected is not None else max(1, min(tokens, _MAX_ROWS // repeat))
-    rows = max(16, triton.next_power_of_2(per_unit * repeat))
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
-    tile = tile or tile_for(padded, rows, q.dtype, capability)
-    chunks = -(-tokens // per_unit)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 3
-    programs = max(1, processors * tile.per_sm // groups)
-    parts = torch.empty(programs * 2 * groups * rows * dim, device=q.device, dtype=torch.float32)
-    stats = torch.empty(programs * 2 * groups * rows * 2, device=q.device, dtype=torch.float32)
-    listed = 0 if selected is None else selected.shape[3]
-    constants = {
-        "GROUPS": groups, "REPEAT": repeat, "HEAD_DIM": dim, "DIM": padded, "PAGE": page, "BLOCK_M": rows,
-        "BLOCK_N": min(tile.keys, page & -page), "CHUNKS": chunks, "TOKENS": per_unit, "MOST": tokens,
-        "UNITS": triton.next_power_of_2(sequences * chunks), "LEAST": _LEAST_TILES, "WINDOW": window is not None,
-        "SINKS": sinks is not None, "SELECTED": listed, "enable_fp_fusion": True,
-    }  # fmt: skip
+    sequences, heads = step.rows.shape[0], q.shape[1]
+    lists = (1, 0) if selected is None else (selected.shape[1], selected.shape[3])
+    launch = _launch(
+        tuple(k.shape), heads, sequences, tokens, lists, window is not None, sinks is not None, q.dtype, q.device, tile
+    )
+    parts, stats = torch.empty(launch.parts + launch.stats, device=q.device, dtype=torch.float32).split(
+        (launch.parts, launch.stats)
+    )
     window = min(window or 0, 2**30)
     sinks = stats if sinks is None else sinks
-    with torch.cuda.device(q.device) if q.is_cuda else torch.no_grad():
-        _paged_attention_decode_kernel[groups, programs](
+    with on_device(q):
+        _paged_attention_decode_kernel[k.shape[2], launch.programs](
             q, k, v, step.table, step.rows, step.starts, step.firsts, step.counts,
             step.table if selected is None else selected, sinks, out, parts, stats,
             sequences, window, step.table.shape[1], 1 if selected is None else selected.shape[2],
-            scale * math.log2(math.e),
-            LISTED=triton.next_power_of_2(max(listed, 1)), LISTS=1 if selected is None else selected.shape[1],
-            STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages, **constants,
+            scale * math.log2(math.e), **launch.decode,
         )  # fmt: skip
-        _merge_decode_kernel[sequences * tokens, q.shape[1]](
-            step.starts, step.firsts, step.counts, sinks, out, parts, stats, sequences, window, programs,
-            PARTS=16, num_warps=4, **constants,
+        _merge_decode_kernel[sequences * launch.tokens, heads](
+            step.starts, step.firsts, step.counts, sinks, out, parts, stats, sequences, window, launch.programs,
+            **launch.merge,
         )  # fmt: skip
+
+
+def on_device(q: Tensor) -> contextlib.AbstractContextManager[None]:
+    return torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext()
