@@ -75,6 +75,12 @@ def matmul() -> float:
     return 2 * 8192**3 / median_ms(lambda: a @ b) / 1e9
 
 
+def bandwidth() -> float:
+    """Bytes a second, read and written together, of a copy that no cache holds."""
+    a, b = (torch.empty(2**30, device=DEVICE, dtype=torch.uint8) for _ in range(2))
+    return 2 * a.numel() / median_ms(lambda: b.copy_(a)) * 1e3
+
+
 BASE = Config()
 TABLE = [replace(BASE, tokens=n) for n in (1024, 2048, 4096, 8192, 16384)] + [
     replace(BASE, past=262144),
@@ -91,7 +97,7 @@ def table() -> dict:
     shapes = dict.fromkeys(replace(c, tokens=256, past=1024, shuffle=False) for c in TABLE)
     compile_all([(c, kernel, None) for c in shapes for kernel in ("fwd", "dq", "dkdv")])
     rows: dict[str, dict] = {}
-    top = matmul()
+    top, speed = matmul(), bandwidth()
     for config in TABLE:
         bench = Bench(config)
         row: dict = {"config": asdict(config)}
@@ -101,12 +107,15 @@ def table() -> dict:
             attempt(row, "auto", lambda bench=bench: measure(bench, cudnn))
         if plain:
             attempt(row, "whole", lambda config=config: cudnn_whole(config))
+        if not plain:
+            work = {"fwd": config.flops, "bwd": 2.5 * config.flops}
+            row["memory bound"] = {d: work[d] / (config.bytes[d] / speed) / 1e12 for d in work}
         rows[config.name] = row
         print(config.name, {k: v for k, v in row.items() if k != "config"}, flush=True)
         del bench
         torch.cuda.empty_cache()
     attempt(rows[BASE.name], "flex", lambda: flex_attention(BASE))
-    return {"matmul": top, "rows": rows, "ratios": ratios(rows)}
+    return {"matmul": top, "bandwidth": speed, "rows": rows, "ratios": ratios(rows)}
 
 
 def attempt(row: dict, name: str, call) -> None:
@@ -132,7 +141,7 @@ def ratios(rows: dict[str, dict]) -> dict[str, dict[str, float]]:
 
 
 def show(result: dict) -> None:
-    print(f"\nmatmul 8192^3: {result['matmul']:.0f} TFLOP/s")
+    print(f"\nmatmul 8192^3: {result['matmul']:.0f} TFLOP/s; copy: {result['bandwidth'] / 1e12:.2f} TB/s")
     print(
         f"{'TFLOP/s, forward / backward':36s}{'triton':>12s}{'auto':>12s}{'cuDNN':>12s}{'flex':>12s}{'of matmul':>12s}"
     )
@@ -143,6 +152,9 @@ def show(result: dict) -> None:
             cells.append(f"{r['fwd']:.0f} / {r['bwd']:.0f}" if "fwd" in r else ("failed" if r else ""))
         share = " / ".join(f"{row['triton'][d] / result['matmul']:.2f}" for d in ("fwd", "bwd") if d in row["triton"])
         print(f"{name:36s}" + "".join(f"{c:>12s}" for c in cells) + f"{share:>12s}")
+        if "memory bound" in row:
+            bound = row["memory bound"]
+            print(f"{'  at most, for the bytes it moves':36s}{bound['fwd']:6.0f} / {bound['bwd']:.0f}")
     for name, pair in result["ratios"].items():
         if pair:
             print(f"{name:60s} " + " / ".join(f"{v:.3f}" for v in pair.values()))

@@ -42,6 +42,17 @@ class Config:
         return 4.0 * self.heads * self.dim * pairs
 
     @property
+    def bytes(self) -> dict[str, float]:
+        """The least memory that a pass moves: 16-bit tensors read or written once, gradients of keys in float32.
+
+        Where a window hides most of the past, this bounds the speed and not the matrix units.
+        """
+        rows = self.tokens * self.heads * (2 * self.dim)  # of one of q, out, dout, dq
+        stats = self.tokens * self.heads * 4
+        keys = (self.tokens + (self.past if self.window is None else self.window)) * self.groups * self.dim
+        return {"fwd": 2 * rows + stats + keys * 4, "bwd": 4 * rows + stats + keys * (4 + 8)}
+
+    @property
     def name(self) -> str:
         text = f"{self.tokens // 1024}K x {self.past // 1024}K D{self.dim} {self.heads}/{self.groups} P{self.page}"
         return (
@@ -81,12 +92,11 @@ class Bench:
         return backend.forward(self.q, self.k, self.v, iter([self.segment]), self.geometry, **more)
 
     def backward(self, backend, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.sinks is not None:
-            backend.sinks_grad(self.dout, out, lse, self.sinks)
-        return backend.backward(
-            self.dout, self.q, self.k, self.v, out, lse, iter([self.segment]), self.geometry,
-            past_grad=True, accumulate="owner",
-        )  # fmt: skip
+        inputs = (self.dout, self.q, self.k, self.v, out, lse, iter([self.segment]), self.geometry)
+        options = {"past_grad": True, "accumulate": "owner"}
+        if self.sinks is None:
+            return backend.backward(*inputs, **options)
+        return backend.backward_with_sinks(*inputs, sinks=self.sinks, **options)[:3]
 
     def keys(self, group: int) -> tuple[Tensor, Tensor]:
         """All keys and values of a group in logical order, float64 [past + C, D]."""

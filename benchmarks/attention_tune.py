@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from attention_bench import DENSE, DEVICE, NARROW, Bench, Config, median_ms
 
-from paged_kv import triton_attention, triton_launch, triton_problem
+from paged_kv import triton_attention, triton_launch, triton_problem, triton_window_launch
 from paged_kv.triton_tiles import Tile, tile_for
 
 
@@ -53,20 +53,21 @@ def _compile(job: tuple[Config, str, Tile | None]) -> str | None:
 def run_kernel(bench: Bench, kernel: str):
     """A closure that launches one kernel alone on ready inputs."""
     out, lse = bench.forward(triton_attention)
-    if kernel == "fwd":
+    if kernel.endswith("fwd"):
         return lambda: bench.forward(triton_attention)
     problem = triton_problem.Problem.of(bench.q, bench.k, bench.v, bench.geometry)
-    rows = triton_problem.Rows.prepare(problem, bench.dout, out, lse)
     dq = torch.empty_like(bench.q)
     own = [torch.empty(bench.k.shape, device=DEVICE) for _ in range(2)]
-
-    def launch():
-        if kernel == "dq":
-            triton_launch.dq_launch(problem, rows, bench.segment, None, dq, own=True)
-        else:
-            triton_launch.dkdv_launch(problem, rows, bench.segment, *own, "owner", own=True)
-
-    return launch
+    if bench.config.window:
+        inputs = (problem, bench.segment, bench.dout, out, lse, dq)
+        rows = triton_window_launch.window_dq(*inputs)
+        if kernel.endswith("dq"):
+            return lambda: triton_window_launch.window_dq(*inputs)
+        return lambda: triton_window_launch.window_dkdv(problem, rows, bench.segment, *own, "owner")
+    rows = triton_problem.Rows.prepare(problem, bench.dout, out, lse)
+    if kernel == "dq":
+        return lambda: triton_launch.dq_launch(problem, rows, bench.segment, None, dq, own=True)
+    return lambda: triton_launch.dkdv_launch(problem, rows, bench.segment, *own, "owner", own=True)
 
 
 def compile_all(jobs: list[tuple[Config, str, Tile | None]]) -> list[str | None]:
@@ -87,9 +88,9 @@ dq/64: 128x128x8x2 128x64x8x3/2 64x128x4x2/2 64x64x4x3/3 128x128x8x3 128x64x4x2/
 fwd/256: 128x64x8x2a 128x64x8x2 128x64x8x3 64x64x4x2 128x32x8x3a
 dkdv/256: 32x64x8x2 64x64x8x2 64x64x8x1 32x64x8x1
 dq/256: 128x32x8x2 128x64x8x1 64x64x8x2 64x32x4x2
-fwd/64w: 128x32x4x3/3 128x64x4x3/3 64x32x4x3/4 64x64x4x3/4 128x32x8x3/2 128x128x8x2 128x64x8x2
-dkdv/64w: 64x64x4x2/2 128x64x4x2/2 64x128x8x2 32x64x4x2/3 128x64x8x2
-dq/64w: 128x32x4x3/2 128x64x4x3/2 64x32x4x3/3 64x64x4x3/2 128x64x8x2 128x32x8x3
+window fwd/64: 128x128x8x1/2 128x64x8x1/2 64x128x4x1/4 64x64x4x1/4 128x128x4x1/2 64x128x4x1/3 128x128x8x1
+window dq/64: 128x64x8x1/2 128x32x8x1/2 64x64x4x1/4 128x64x4x1/2 64x64x4x1/3 128x64x8x1
+window dkdv/64: 64x64x4x3/2 64x64x4x2/2 64x64x4x4/2 64x64x4x2/3 128x64x8x2 64x128x8x2
 """
 
 
@@ -104,7 +105,7 @@ def tune(specs: list[str]) -> dict[str, dict[str, float]]:
     benches: dict[Config, Bench] = {}
     for job in sorted(jobs, key=lambda j: (j[0].name, j[1])):
         config, kernel, tile = job
-        key = f"{kernel}/{config.dim}" + ("w" if config.window else "")
+        key = f"{kernel}/{config.dim}"
         if failures[job] is not None:
             print(f"{key} {tile_text(tile)}: {failures[job]}", flush=True)
             continue
@@ -119,13 +120,13 @@ def tune(specs: list[str]) -> dict[str, dict[str, float]]:
     print("\nTFLOP/s done by the kernel (forward 2 products, dq 3, dkdv 4), best first")
     for key, times in results.items():
         best = sorted(times.items(), key=lambda x: -x[1])
-        print(f"{key:9s} " + "  ".join(f"{tile} {rate:.0f}" for tile, rate in best))
+        print(f"{key:15s} " + "  ".join(f"{tile} {rate:.0f}" for tile, rate in best))
     return results
 
 
 def _config_of(key: str) -> Config:
-    size = key.split("/")[1]
-    return NARROW if size.endswith("w") else DENSE[int(size)]
+    kernel, size = key.split("/")
+    return NARROW if kernel.startswith("window") else DENSE[int(size)]
 
 
 def _tune_one(bench: Bench, kernel: str) -> float:
@@ -135,5 +136,5 @@ def _tune_one(bench: Bench, kernel: str) -> float:
     out, lse = bench.forward(triton_attention)
     dq, *_ = bench.backward(triton_attention, out, lse)
     bench.check(out, lse, dq, bench.dk)
-    products = {"fwd": 1.0, "dq": 1.5, "dkdv": 2.0}[kernel]
+    products = {"fwd": 1.0, "dq": 1.5, "dkdv": 2.0}[kernel.split()[-1]]
     return bench.config.flops * products / median_ms(launch, graph=bench.config.window is not None) / 1e9

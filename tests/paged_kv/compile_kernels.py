@@ -1,6 +1,6 @@
 """Compile kernels for chips that are not here and report their resources, a JSON line each; run by test_triton_compile.
 
-python compile_kernels.py 90 fwd/128/bf16 dq/256/bf16/narrow …
+python compile_kernels.py 90 fwd/128/bf16 dq/256/bf16/window "window fwd/64/bf16/128/whole" …
 """
 
 import json
@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paged_kv import triton_launch, triton_merge, triton_problem, triton_sinks
+from paged_kv import triton_launch, triton_merge, triton_problem, triton_sinks, triton_window_launch
 from paged_kv.triton_tiles import tile_for
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -23,6 +23,9 @@ KERNELS = {
     "fwd": triton_launch._paged_attention_fwd_kernel,
     "dkdv": triton_launch._paged_attention_dkdv_kernel,
     "dq": triton_launch._paged_attention_dq_kernel,
+    "window fwd": triton_window_launch._window_fwd_kernel,
+    "window dq": triton_window_launch._window_dq_kernel,
+    "window dkdv": triton_window_launch._window_dkdv_kernel,
     "prepare": triton_problem._prepare_bwd_kernel,
     "sinks": triton_sinks._sinks_bwd_kernel,
     "merge_parts": triton_merge._merge_parts_kernel,
@@ -38,12 +41,16 @@ KEYS = ("k_own", "v_own", "k_pages", "v_pages")
 def describe(name, dtype, flags, constants):
     """The type of one argument of a launch."""
     dim = constants.get("DIM")
+    in_window = "UNIFORM" in constants
     if name in KEYS:
-        return f"tensordesc<{dtype}[1, 1, {constants['BLOCK_N']}, {dim}]>"
-    if name in ("q_rows", "dout_rows") and not constants["PACKED"]:
-        return f"*{dtype}"
+        return f"*{dtype}" if in_window else f"tensordesc<{dtype}[1, 1, {constants['BLOCK_N']}, {dim}]>"
     if name in ("q_rows", "dout_rows"):
-        return f"tensordesc<{dtype}[1, {constants['BLOCK_M']}, {dim}]>"
+        if not in_window:
+            return f"tensordesc<{dtype}[1, {constants['BLOCK_M']}, {dim}]>"
+        if not constants["TMA"]:
+            return f"*{dtype}"
+        repeat = constants["REPEAT"]
+        return f"tensordesc<{dtype}[1, {constants['BLOCK_M'] // repeat}, {repeat}, {dim}]>"
     if name in INPUTS or (name in OUTPUTS and "split" not in flags):
         return f"*{dtype}"
     if name in INTEGERS:
@@ -60,22 +67,36 @@ def constants_of(kernel, dim, dtype, flags, capability):
         parts = {"PARTS": 4} if kernel == "merge_parts" else {}
         return {"HEADS": 28, "HEAD_DIM": dim, "DIM": triton.next_power_of_2(dim), "BLOCK": 32} | parts, 4, 3
     if kernel == "sinks":
-        return {"HEADS": 28, "HEAD_DIM": dim, "DIM": triton.next_power_of_2(dim), "BLOCK": 64}, 4, 3
+        return {"GROUPS": 4, "REPEAT": 7, "BLOCK": 2048}, 8, 3
     shape = {"GROUPS": 4, "REPEAT": 7, "HEAD_DIM": dim, "DIM": triton.next_power_of_2(dim)}
     if kernel == "prepare":
-        return shape | {"BLOCK_M": 64, "PACK": "narrow" not in flags}, 4, 3
-    narrow = "narrow" in flags
-    tile = tile_for(kernel, shape["DIM"], DTYPES[dtype], capability, narrow=narrow)
+        return shape | {"BLOCK_M": 64}, 4, 3
+    if kernel.startswith("window"):
+        return window_constants(
+            kernel, shape | {"PAGE": 128}, flags, tile_for(kernel, shape["DIM"], DTYPES[dtype], (9, 0))
+        )
+    tile = tile_for(kernel, shape["DIM"], DTYPES[dtype], capability)
     values = shape | {
-        "PAGE": 128, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "WINDOW": narrow or "window" in flags,
-        "DOCUMENTS": "documents" in flags, "ONE_LOOP": narrow, "OWN": True, "STAGES": tile.stages,
+        "PAGE": 128, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "WINDOW": "window" in flags,
+        "DOCUMENTS": "documents" in flags, "OWN": True, "STAGES": tile.stages,
     }  # fmt: skip
     if kernel == "dkdv":
-        return values | {"PACKED": not narrow, "PAST": True, "ATOMIC": "atomic" in flags}, tile.warps, tile.stages
+        return values | {"PAST": True, "ATOMIC": "atomic" in flags}, tile.warps, tile.stages
     values |= {"CARRY": "carry" in flags, "SPLIT": "split" in flags}
     if kernel == "dq":
-        return values | {"PACKED": not narrow}, tile.warps, tile.stages
+        return values, tile.warps, tile.stages
     return values | {"AHEAD": tile.ahead, "SINKS": "sinks" in flags}, tile.warps, tile.stages
+
+
+def window_constants(kernel, shape, flags, tile):
+    """As triton_window_launch makes them. `flags` start with the window; whole: a tile of rows is whole queries."""
+    shape |= {"REPEAT": 8 if "whole" in flags else 7, "BLOCK_M": tile.rows, "WINDOW": int(flags[0])}
+    shape |= {"DOCUMENTS": "documents" in flags, "UNIFORM": True}
+    if kernel == "window dkdv":
+        more = {"TMA": "whole" in flags, "PAST": True, "ATOMIC": "atomic" in flags, "STAGES": tile.stages}
+        return shape | {"BLOCK_N": tile.keys} | more, tile.warps, tile.stages
+    shape |= triton_window_launch.tiling_of(shape["WINDOW"], tile, shape["REPEAT"])
+    return shape | ({"SINKS": "sinks" in flags} if kernel == "window fwd" else {}), tile.warps, tile.stages
 
 
 def compile_one(arch, name):
@@ -87,6 +108,10 @@ def compile_one(arch, name):
     aligned = [i for i, n in enumerate(function.arg_names) if signature[n].startswith("*")]
     source = ASTSource(function, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    if kernel.startswith("window"):
+        options |= triton_window_launch.registers_of(
+            tile_for(kernel, constants["DIM"], DTYPES[dtype], divmod(arch, 10))
+        )
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage = resources(compiled.asm["cubin"])
     return {

@@ -7,7 +7,7 @@ import torch
 from tests.paged_kv.backend_case import Case
 from torch.nn import functional as F
 
-from paged_kv import PagedKV, PagePool, Segment, auto, cudnn, paged_attention, triton_attention
+from paged_kv import PagedKV, PagePool, Segment, auto, cudnn, function, paged_attention, triton_attention
 from paged_kv.past import Geometry
 
 pytestmark = pytest.mark.cuda
@@ -33,6 +33,8 @@ SHAPES = {
 }
 LIMITED = {
     "small window": {"tokens": 260, "heads": 16, "groups": 2, "dim": 64, "page": 128, "lengths": (700,), "window": 128},
+    "uneven small window": {"batch": 2, "tokens": 290, "heads": 14, "groups": 2, "dim": 80, "lengths": (700, 90)}
+    | {"window": 100},
     "window": {"tokens": 400, "heads": 14, "groups": 2, "dim": 128, "page": 128, "lengths": (900,), "window": 500},
     "documents": {"batch": 2, "tokens": 300, "heads": 7, "groups": 1, "dim": 128, "lengths": (400, 70)}
     | {"documents": "some"},
@@ -72,12 +74,26 @@ def test_cudnn_and_single_keys(lengths):
     problem.check(problem.run(cudnn))
 
 
+@pytest.mark.parametrize("shape", ["small window", "window"])
+def test_the_gradient_of_sinks(shape):
+    problem = case(LIMITED[shape], BF16)
+    sinks = torch.linspace(-2, 2, problem.heads, device="cuda")
+    geometry, grads = problem.geometry, (problem.earlier.clone(), problem.earlier.clone())
+    out, lse = triton_attention.forward(
+        problem.q, problem.k, problem.v, problem.segments(), geometry, sinks=sinks
+    )  # fmt: skip
+    inputs = (problem.dout, problem.q, problem.k, problem.v, out, lse, problem.segments(grads), geometry)
+    ours = triton_attention.backward_with_sinks(*inputs, sinks=sinks, past_grad=True, accumulate="owner")[3]
+    true = function._sinks_grad(problem.dout, out, lse, sinks)
+    assert float((ours - true).norm() / true.norm()) < 1e-4
+
+
 def test_gradient_pages_in_bfloat16():
     problem = case(SHAPES["plain"], BF16, grad_dtype=BF16)
     problem.check(problem.run(triton_attention))
 
 
-@pytest.mark.parametrize("shape", ["plain", "uneven", "segments", "window", "documents"])
+@pytest.mark.parametrize("shape", ["plain", "uneven", "segments", "window", "small window", "documents"])
 def test_two_runs_give_the_same_bits(shape):
     problem = case((SHAPES | LIMITED)[shape], BF16)
     first = problem.run(triton_attention)

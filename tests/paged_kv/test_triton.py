@@ -11,7 +11,16 @@ from tests.paged_kv.backend_case import Case
 from tests.paged_kv.oracle import Problem, SplitPast, poisoned, pool_for
 from tests.paged_kv.test_reference import Largest, expected, walk, weight_for
 
-from paged_kv import PagedKV, function, paged_attention, triton_attention, triton_launch, triton_merge, triton_problem
+from paged_kv import (
+    PagedKV,
+    function,
+    paged_attention,
+    triton_attention,
+    triton_launch,
+    triton_merge,
+    triton_problem,
+    triton_window_launch,
+)
 from paged_kv.past import Geometry
 from paged_kv.triton_tiles import Tile, tile_for
 
@@ -19,12 +28,29 @@ pytestmark = pytest.mark.skipif(not triton_problem.INTERPRETED, reason="kernels 
 
 # Small tiles, so that small problems have edges, middles and several waves.
 TILES = {
-    "plain": {"fwd": Tile(32, 32, 4, 2), "dkdv": Tile(32, 16, 4, 2), "dq": Tile(16, 32, 4, 2)},
-    "ahead": {"fwd": Tile(16, 16, 4, 2, ahead=True), "dkdv": Tile(16, 64, 4, 2), "dq": Tile(64, 16, 4, 2)},
+    "plain": {
+        "fwd": Tile(32, 32, 4, 2),
+        "dkdv": Tile(32, 16, 4, 2),
+        "dq": Tile(16, 32, 4, 2),
+        "window fwd": Tile(32, 32, 4, 1),
+        "window dkdv": Tile(32, 16, 4, 2),
+        "window dq": Tile(16, 64, 4, 1),
+    },
+    "ahead": {
+        "fwd": Tile(16, 16, 4, 2, ahead=True),
+        "dkdv": Tile(16, 64, 4, 2),
+        "dq": Tile(64, 16, 4, 2),
+        "window fwd": Tile(16, 128, 4, 1),
+        "window dkdv": Tile(16, 32, 4, 2),
+        "window dq": Tile(32, 16, 4, 1),
+    },
     "split": {  # so many programs at once that keys and rows are shared out
         "fwd": Tile(64, 16, 4, 2, per_sm=60, ahead=True),
         "dkdv": Tile(64, 32, 4, 2, per_sm=60),
         "dq": Tile(64, 32, 4, 2, per_sm=60),
+        "window fwd": Tile(64, 16, 4, 1, per_sm=2),
+        "window dkdv": Tile(64, 64, 4, 2, per_sm=2),
+        "window dq": Tile(64, 32, 4, 1, per_sm=2),
     },
 }
 
@@ -40,7 +66,7 @@ def cases(draw):
     return Case(
         batch=batch,
         tokens=draw(st.sampled_from([1, 7, 16, 33])),
-        heads=groups * draw(st.sampled_from([1, 2, 3])),
+        heads=groups * draw(st.sampled_from([1, 2, 3, 8])),
         groups=groups,
         page=draw(st.sampled_from([64, 128])),
         lengths=tuple(draw(st.lists(st.sampled_from([0, 1, 64, 100, 129, 200]), min_size=batch, max_size=batch))),
@@ -97,13 +123,13 @@ def test_launches_know_whether_sequences_may_share_a_page():
     grads = (case.earlier, case.earlier)
     problem = triton_problem.Problem.of(case.q, case.k, case.v, case.geometry)
     (segment,) = case.segments(grads)
-    assert triton_launch._disjoint(problem, segment)
+    assert problem.disjoint(segment)
     case.runs = (0, 1)
     (segment,) = case.segments(grads)
-    assert not triton_launch._disjoint(problem, segment)
+    assert not problem.disjoint(segment)
     case.runs = None
     (segment,) = case.segments(grads)
-    assert not triton_launch._disjoint(problem, segment)
+    assert not problem.disjoint(segment)
 
 
 def test_pages_before_the_first_one_are_not_read():
@@ -166,7 +192,7 @@ def test_nothing_of_the_size_of_the_past_is_allocated():
     grads = (case.earlier.clone(), case.earlier.clone())
     with ExitStack() as stack:
         largest = stack.enter_context(Largest())
-        for module in (triton_launch, triton_problem):
+        for module in (triton_launch, triton_problem, triton_window_launch):
             kernels = [name for name in vars(module) if name.endswith("_kernel")]
             stack.enter_context(mock.patch.multiple(module, **{name: mock.MagicMock() for name in kernels}))
         out, lse = triton_attention.forward(case.q, case.k, case.v, case.segments(), case.geometry)
@@ -177,7 +203,18 @@ def test_nothing_of_the_size_of_the_past_is_allocated():
     assert largest.numel < case.pages_k.numel() // 64
 
 
-@pytest.mark.parametrize("options", [{}, {"split": 1}, {"lengths": (700,), "tokens": 3}, {"documents": "some"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"split": 1},
+        {"lengths": (700,), "tokens": 3},
+        {"documents": "some"},
+        {"window": 30},
+        {"window": 30, "split": 1},
+        {"window": 9, "documents": "some", "batch": 2, "lengths": (70, 5)},
+    ],
+)
 def test_sinks_inside_the_kernel_are_sinks_applied_afterwards(options):
     case = Case(**({"lengths": (100,)} | options))
     sinks = torch.linspace(-3, 3, case.heads)
@@ -188,12 +225,18 @@ def test_sinks_inside_the_kernel_are_sinks_applied_afterwards(options):
         )  # fmt: skip
     true = function._apply_sinks(plain[0].clone(), plain[1], sinks)
     assert torch.allclose(out, true[0], atol=1e-6) and torch.allclose(lse, true[1], atol=1e-5)
-    grad = triton_attention.sinks_grad(case.dout, out, lse, sinks)
+    grad = sinks_grad(case, out, lse, sinks)
     assert torch.allclose(grad, function._sinks_grad(case.dout, out, lse, sinks), atol=1e-5)
     nothing = torch.full_like(sinks, -torch.inf)
     out, lse = triton_attention.forward(case.q, case.k, case.v, case.segments(), case.geometry, sinks=nothing)
     assert torch.equal(lse.isneginf(), plain[1].isneginf()) and torch.allclose(out, plain[0], atol=1e-6)
-    assert not triton_attention.sinks_grad(case.dout, out, lse, nothing).any()
+    assert not sinks_grad(case, out, lse, nothing).any()
+
+
+def sinks_grad(case, out, lse, sinks):
+    grads = (case.earlier.clone(), case.earlier.clone())
+    inputs = (case.dout, case.q, case.k, case.v, out, lse, case.segments(grads), case.geometry)
+    return triton_attention.backward_with_sinks(*inputs, sinks=sinks, past_grad=True, accumulate="owner")[3]
 
 
 # refusals
@@ -230,8 +273,9 @@ def test_selected_pages_are_left_to_the_reference():
         triton_attention.forward(case.q, case.k, case.v, case.segments(), geometry)
 
 
-def test_pages_in_an_unusual_layout_are_refused():
-    case = Case()
+@pytest.mark.parametrize("window", [None, 20])
+def test_pages_in_an_unusual_layout_are_refused(window):
+    case = Case(window=window)
     case.pages_k = case.pages_k.transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(ValueError, match="contiguous pages"):
         case.run(triton_attention)
@@ -324,9 +368,45 @@ def test_the_table_has_a_tile_for_everything():
         for dim in (64, 128, 256):
             for dtype in triton_attention.DTYPES:
                 for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
-                    for narrow in (False, True):
-                        tile = tile_for(kernel, dim, dtype, capability, narrow=narrow)
-                        assert 128 % tile.rows == 0  # LSE and delta are padded to 128 rows
+                    tile = tile_for(kernel, dim, dtype, capability)
+                    assert 128 % tile.rows == 0  # LSE and delta are padded to 128 rows
+    for kernel in ("window fwd", "window dkdv", "window dq"):
+        for dim in (64, 128):
+            tile_for(kernel, dim, torch.bfloat16, (9, 0))
+
+
+@pytest.mark.parametrize("rows, repeat", [(128, 8), (128, 7), (16, 3), (16, 32), (64, 1), (16, 5)])
+def test_tiles_of_keys_cover_what_a_tile_of_rows_sees(rows, repeat):
+    queries = max(
+        (start + rows - 1) // repeat - start // repeat + 1 for start in range(0, rows * repeat, rows)
+    )  # fmt: skip
+    assert queries <= triton_window_launch.queries_of(rows, repeat) <= queries + 1
+    for window in (1, 5, 100, 128, 200, 256):
+        for most in (16, 64, 128):
+            widths = triton_window_launch.widths_of(window + queries - 1, most)
+            assert sum(widths) >= window + queries - 1 > sum(widths) - 16
+            assert all(16 <= w <= most and w & (w - 1) == 0 for w in widths)
+
+
+@pytest.mark.parametrize("repeat", [7, 8])
+@pytest.mark.parametrize("accumulate", ["owner", "atomic"])
+def test_a_window_with_the_tiles_of_the_table(repeat, accumulate):
+    """Past, the edge between past and own block, and rows that see their own block only; uneven lengths."""
+    case = Case(
+        batch=2, tokens=120, heads=repeat, groups=1, lengths=(200, 9), window=40, page=64, dtype=torch.float16,
+        grad_dtype=torch.float32,
+    )  # fmt: skip
+    case.check(case.run(triton_attention, accumulate=accumulate))
+
+
+def test_a_window_reads_memory_that_starts_anywhere():
+    case = Case(tokens=20, heads=8, groups=1, lengths=(70,), window=12, dtype=torch.float16)
+    plain = case.run(triton_attention)
+    for name in ("q", "k", "v", "dout"):
+        x = getattr(case, name)
+        setattr(case, name, torch.cat((x.new_full((1,), torch.nan), x.flatten()))[1:].view(x.shape))
+    for a, b in zip(plain, case.run(triton_attention)):
+        assert torch.equal(a, b)
 
 
 def test_the_public_call_reaches_the_backend():

@@ -24,8 +24,8 @@ class Backend(Protocol):
     `forward` returns out [B, C, H, D] in q's dtype and lse [B, H, C] in float32 (float64 for float64); a row that sees
     nothing has out = 0 and lse = -inf. `backward` is given the global out and lse (all segments, own block and sink
     included) and adds into the segments' dk and dv when `past_grad`; it returns dq, dk_own and dv_own, new tensors.
-    A backend that also has `sinks_grad(dout, out, lse, sinks)` takes `sinks` in its forward; for others they are
-    applied here.
+    A backend that also has `backward_with_sinks` (the same with `sinks`, whose gradient it returns last) takes `sinks`
+    in its forward; for others they are applied here.
     """
 
     def forward(
@@ -86,16 +86,19 @@ class PagedAttention(torch.autograd.Function):
         if need_q or need_k or need_v:
             past_grad = need_k or need_v
             with _plain_math(q), _segments(call, q, k, "backward" if past_grad else "forward") as segments:
-                dq, dk, dv = call.backend.backward(
-                    dout, q, k, v, out, lse, segments, geometry, past_grad=past_grad, accumulate=call.accumulate
-                )
+                inputs = (dout, q, k, v, out, lse, segments, geometry)
+                options = {"past_grad": past_grad, "accumulate": call.accumulate}
+                if need_sinks and hasattr(call.backend, "backward_with_sinks"):
+                    dq, dk, dv, dsinks = call.backend.backward_with_sinks(*inputs, sinks=sinks, **options)
+                else:
+                    dq, dk, dv = call.backend.backward(*inputs, **options)
             if past_grad:
                 own = call.past.own_grad(call.layer)
                 # From here a second backward would add to the past again, or hand out the own gradient twice.
                 ctx.spent = own is not None or any(geometry.lengths)
                 dk, dv = _with_own_grad(dk, dv, own, k, lse.dtype)
-        if need_sinks:
-            dsinks = getattr(call.backend, "sinks_grad", _sinks_grad)(dout, out, lse, sinks)
+        if need_sinks and dsinks is None:
+            dsinks = _sinks_grad(dout, out, lse, sinks)
         if call.kept is not None:
             call.kept.pop(call.layer, None)
         return dq if need_q else None, dk if need_k else None, dv if need_v else None, dsinks, None
@@ -108,7 +111,7 @@ def _kept_or_computed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cal
         if out.is_inference():  # filled under inference_mode; autograd cannot save such a tensor
             out, lse = out.clone(), lse.clone()
         return out.detach(), lse.detach()
-    fused = sinks is not None and hasattr(call.backend, "sinks_grad")
+    fused = sinks is not None and hasattr(call.backend, "backward_with_sinks")
     with _plain_math(q), _segments(call, q, k, "forward") as segments:
         if fused:
             out, lse = call.backend.forward(q, k, v, segments, call.geometry, sinks=sinks)  # type: ignore[call-arg]

@@ -17,8 +17,9 @@ from .past import Geometry, Segment
 from .triton_launch import dkdv_launch, dq_launch, forward_launch
 from .triton_problem import INTERPRETED, Partial, Problem, Rows, on_device
 from .triton_sinks import sinks_grad
+from .triton_window_launch import window_dkdv, window_dq, window_forward
 
-__all__ = ["backward", "forward", "sinks_grad"]
+__all__ = ["backward", "backward_with_sinks", "forward"]
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 PAGE_TOKENS = (64, 128)
@@ -48,7 +49,10 @@ def forward(
     carry: Partial | None = None
     with on_device(q):
         for segment, last in _with_own(segments, geometry):
-            carry = forward_launch(p, segment, carry, out, lse, sinks, own=last)
+            if last and carry is None and p.at_once:
+                window_forward(p, segment, out, lse, sinks)
+            else:
+                carry = forward_launch(p, segment, carry, out, lse, sinks, own=last)
     return out, lse
 
 
@@ -71,22 +75,51 @@ def backward(
     Returns: dq in q's dtype; dk and dv of the own block in float32
     Raises: ValueError as forward, and for gradient pages that the accumulation mode cannot add to
     """
+    grads = backward_with_sinks(
+        dout, q, k, v, out, lse, segments, geometry, sinks=None, past_grad=past_grad, accumulate=accumulate
+    )
+    return grads[:3]
+
+
+def backward_with_sinks(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments: Iterable[Segment],
+    geometry: Geometry,
+    *,
+    sinks: Tensor | None,
+    past_grad: bool,
+    accumulate: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As backward, for an output and LSE with `sinks` in them; the sinks' gradient, [H] in their dtype, comes last."""
     _check_call(q, geometry)
     p = Problem.of(q, k, v, geometry)
-    rows = Rows.prepare(p, dout, out, lse)
+    dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
     dq = torch.empty_like(p.q)
     # Atomic adds need something to add to; an owner stores to every place once.
     make = torch.zeros if accumulate == "atomic" else torch.empty
     dk, dv = (make(k.shape, device=k.device, dtype=torch.float32) for _ in range(2))
     carry: Tensor | None = None
+    rows: Rows | None = None
     with on_device(q):
         for segment, last in _with_own(segments, geometry):
             if past_grad and segment is not None:
                 _check_gradients(segment, accumulate)
+            added = segment if past_grad else None
+            if last and rows is None and p.at_once:
+                rows = window_dq(p, segment, dout, out, lse, dq)
+                window_dkdv(p, rows, added, dk, dv, accumulate)
+                continue
+            rows = rows or Rows.prepare(p, dout, out, lse)
             if past_grad or last:
-                dkdv_launch(p, rows, segment if past_grad else None, dk, dv, accumulate, own=last)
+                dkdv_launch(p, rows, added, dk, dv, accumulate, own=last)
             carry = dq_launch(p, rows, segment, carry, dq, own=last)
-    return dq, dk, dv
+        assert rows is not None
+        return dq, dk, dv, None if sinks is None else sinks_grad(p, rows, sinks)
 
 
 def _check_call(q: Tensor, geometry: Geometry) -> None:

@@ -19,9 +19,8 @@ from .triton_forward import first_visible, locate, tile_range
 def _prepare_bwd_kernel(
     q_ptr, out_ptr, dout_ptr, lse_ptr, q_rows_ptr, dout_rows_ptr, lse_rows_ptr, delta_rows_ptr, tokens, padded,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-    PACK: tl.constexpr,
 ):  # fmt: skip
-    """PACK: rows of q and dout per KV head; always LSE in base 2 and delta = rowsum(dout * out). Grid: (tiles, G, B).
+    """Rows of q and dout per KV head, LSE in base 2, and delta = rowsum(dout * out). Grid: (tiles, G, B).
 
     Rows that see nothing and rows behind the end get LSE = +inf: their probabilities are zero from then on.
     """
@@ -40,10 +39,9 @@ def _prepare_bwd_kernel(
     lse = tl.load(lse_ptr + (batch * HEADS + head).to(tl.int64) * tokens + query, mask=valid, other=float("-inf"))
 
     block = (batch * GROUPS + group).to(tl.int64)
-    if PACK:
-        target = (block * tokens * REPEAT + rows)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(q_rows_ptr + target, tl.load(q_ptr + source, mask=inside, other=0.0), mask=inside)
-        tl.store(dout_rows_ptr + target, dout, mask=inside)
+    target = (block * tokens * REPEAT + rows)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(q_rows_ptr + target, tl.load(q_ptr + source, mask=inside, other=0.0), mask=inside)
+    tl.store(dout_rows_ptr + target, dout, mask=inside)
     tl.store(
         lse_rows_ptr + block * padded + rows, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     )
@@ -51,37 +49,17 @@ def _prepare_bwd_kernel(
 
 
 @triton.jit
-def _load_rows(
-    source, row, batch, group, tokens, GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """A tile of a KV head's rows, through the descriptor of PACKED ones, else by pointer from [B, C, H, D].
-
-    Rows behind the end are zero, or repeat the last query: their probabilities are zero either way.
-    """
-    if PACKED:
-        tile = source.load([batch * GROUPS + group, row, 0]).reshape(BLOCK_M, DIM)
-    else:
-        rows = row + tl.arange(0, BLOCK_M)
-        query = tl.minimum(rows // REPEAT, tokens - 1)
-        place = ((batch * tokens).to(tl.int64) + query) * (GROUPS * REPEAT) + group * REPEAT + rows % REPEAT
-        dims = tl.arange(0, DIM)
-        tile = tl.load(source + place[:, None] * HEAD_DIM + dims[None, :], mask=(dims < HEAD_DIM)[None, :], other=0.0)
-    return tile
-
-
-@triton.jit
 def _dkdv_tiles(
-    dk, dv, k, v, q_rows, dout_rows, lse_ptr, delta_ptr, batch, group, start, end, low, high, key, documents_ptr,
-    tokens, scale_log2, GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, DOCUMENTS: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
+    dk, dv, k, v, q_rows, dout_rows, lse_ptr, delta_ptr, block, start, end, low, high, key, documents_ptr, tokens,
+    scale_log2, REPEAT: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, DOCUMENTS: tl.constexpr,
+    MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add row tiles [start, end) to a key tile's gradients. MASK: key j is seen by queries [low[j], high[j]) only."""
     for tile in tl.range(start, end, num_stages=STAGES):
         row = tile * BLOCK_M
         rows = row + tl.arange(0, BLOCK_M)
-        q = _load_rows(q_rows, row, batch, group, tokens, GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, PACKED)
-        dout = _load_rows(dout_rows, row, batch, group, tokens, GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, PACKED)
+        q = q_rows.load([block, row, 0]).reshape(BLOCK_M, DIM)
+        dout = dout_rows.load([block, row, 0]).reshape(BLOCK_M, DIM)
         lse = tl.load(lse_ptr + rows)
         s = tl.dot(k, q.T, input_precision="ieee")
         p = tl.math.exp2(s * scale_log2 - lse[None, :])
@@ -116,8 +94,8 @@ def _key_tile(
     k_desc, v_desc, slot, row, place, count, length, batch, group, share, splits, q_rows, dout_rows, documents_ptr,
     bound_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, token, tokens, padded, window, scale, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ONE_LOOP: tl.constexpr, PACKED: tl.constexpr,
-    PAST: tl.constexpr, ATOMIC: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, PAST: tl.constexpr,
+    ATOMIC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of keys, which stand at `place` relative to the chunk's first token (negative: past).
 
@@ -155,29 +133,22 @@ def _key_tile(
     documents = documents_ptr + batch * tokens
     dk = tl.zeros([BLOCK_N, DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, DIM], tl.float32)
-    if ONE_LOOP:
-        dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, batch, group, start, end, low, high, key,
-                             documents, tokens, scale_log2, GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, DOCUMENTS, PACKED,
-                             True, STAGES)  # fmt: skip
-    else:
-        from_tile = middle
-        to_tile = rest
-        if ATOMIC:
-            from_tile = middle + (rest - middle) * share // splits
-            to_tile = middle + (rest - middle) * (share + 1) // splits
-        dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, batch, group, from_tile, to_tile, low, high,
-                             key, documents, tokens, scale_log2, GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, DOCUMENTS,
-                             PACKED, False, STAGES)  # fmt: skip
-        if not PAST:
-            if not ATOMIC or share == 0:
-                dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, batch, group, start, middle, low,
-                                     high, key, documents, tokens, scale_log2, GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M,
-                                     DOCUMENTS, PACKED, True, 1)  # fmt: skip
-        if WINDOW or DOCUMENTS:
-            if not ATOMIC or share == splits - 1:
-                dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, batch, group, rest, end, low, high,
-                                     key, documents, tokens, scale_log2, GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M,
-                                     DOCUMENTS, PACKED, True, STAGES)  # fmt: skip
+    from_tile = middle
+    to_tile = rest
+    if ATOMIC:
+        from_tile = middle + (rest - middle) * share // splits
+        to_tile = middle + (rest - middle) * (share + 1) // splits
+    dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, block, from_tile, to_tile, low, high, key,
+                         documents, tokens, scale_log2, REPEAT, DIM, BLOCK_M, DOCUMENTS, False, STAGES)  # fmt: skip
+    if not PAST:
+        if not ATOMIC or share == 0:
+            dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, block, start, middle, low, high, key,
+                                 documents, tokens, scale_log2, REPEAT, DIM, BLOCK_M, DOCUMENTS, True, 1)  # fmt: skip
+    if WINDOW or DOCUMENTS:
+        if not ATOMIC or share == splits - 1:
+            dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, block, rest, end, low, high, key,
+                                 documents, tokens, scale_log2, REPEAT, DIM, BLOCK_M, DOCUMENTS, True,
+                                 STAGES)  # fmt: skip
 
     # Keys behind the past's end may hold NaN; their rows are garbage and are not stored. The own block's gradient is
     # stored even where no query sees the key: nothing was there before.
@@ -201,8 +172,7 @@ def _paged_attention_dkdv_kernel(
     batch_first, tokens, padded, columns, first, window, past_tiles, bound_tiles, splits, scale, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    ONE_LOOP: tl.constexpr, PACKED: tl.constexpr, PAST: tl.constexpr, OWN: tl.constexpr, ATOMIC: tl.constexpr,
-    STAGES: tl.constexpr,
+    PAST: tl.constexpr, OWN: tl.constexpr, ATOMIC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (key tiles of the past, then of the own block, G, sequences from `batch_first` on * splits).
 
@@ -232,8 +202,8 @@ def _paged_attention_dkdv_kernel(
             _key_tile(k_pages, v_pages, slot, row, place, count, length, batch, group, share, splits, q_rows, dout_rows,
                           documents_ptr, bound_ptr, lse_ptr, delta_ptr, dk_pages_ptr, dv_pages_ptr,
                           grad_slot.to(tl.int64) * PAGE + row, tokens, padded, window, scale, scale_log2,
-                          GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS, ONE_LOOP, PACKED, True,
-                          ATOMIC, STAGES)  # fmt: skip
+                          GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS, True, ATOMIC,
+                          STAGES)  # fmt: skip
     if OWN:
         if tile >= past_tiles:
             place = (tile - past_tiles) * BLOCK_N
@@ -241,8 +211,8 @@ def _paged_attention_dkdv_kernel(
             _key_tile(k_own, v_own, batch, place, place, count, length, batch, group, share, splits, q_rows, dout_rows,
                           documents_ptr, bound_ptr, lse_ptr, delta_ptr, dk_own_ptr, dv_own_ptr,
                           (batch * tokens).to(tl.int64) + place, tokens, padded, window, scale, scale_log2,
-                          GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS, ONE_LOOP, PACKED, False,
-                          ATOMIC, STAGES)  # fmt: skip
+                          GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS, False, ATOMIC,
+                          STAGES)  # fmt: skip
 
 
 @triton.jit
@@ -277,8 +247,7 @@ def _paged_attention_dq_kernel(
     carry_ptr, dq_ptr, tokens, padded, columns, first, window, splits, scale, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    ONE_LOOP: tl.constexpr, PACKED: tl.constexpr, CARRY: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    CARRY: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row tiles, G, B * splits), as the forward's. CARRY: add to what earlier segments left."""
     tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -295,9 +264,8 @@ def _paged_attention_dq_kernel(
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     query = tl.minimum(rows // REPEAT, tokens - 1)
     block = batch * GROUPS + group
-    first_row = tile_m * BLOCK_M
-    q = _load_rows(q_rows, first_row, batch, group, tokens, GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, PACKED)
-    dout = _load_rows(dout_rows, first_row, batch, group, tokens, GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, PACKED)
+    q = q_rows.load([block, tile_m * BLOCK_M, 0]).reshape(BLOCK_M, DIM)
+    dout = dout_rows.load([block, tile_m * BLOCK_M, 0]).reshape(BLOCK_M, DIM)
     lse = tl.load(lse_ptr + block.to(tl.int64) * padded + rows)
     delta = tl.load(delta_ptr + block.to(tl.int64) * padded + rows)
 
@@ -312,23 +280,19 @@ def _paged_attention_dq_kernel(
     end = tl.cdiv(limit, BLOCK_N)
     start, middle, rest = tile_range(low_min - first, low_max - first, limit // BLOCK_N, end, BLOCK_N)
     high = tl.zeros_like(rows) + limit
-    if ONE_LOOP:
-        dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, start, end, low - first, high, limit,
-                       scale_log2, TILES, BLOCK_N, DIM, True, True, STAGES)  # fmt: skip
-    else:
-        if LOWER:
-            dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, start, middle, low - first, high,
-                           limit, scale_log2, TILES, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
-        from_tile = middle
-        to_tile = rest
-        if SPLIT:
-            from_tile = middle + (rest - middle) * share // splits
-            to_tile = middle + (rest - middle) * (share + 1) // splits
-        dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, from_tile, to_tile, low, high, limit,
-                       scale_log2, TILES, BLOCK_N, DIM, False, False, STAGES)  # fmt: skip
-        if not SPLIT or share == splits - 1:
-            dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, rest, end, low - first, high, limit,
-                           scale_log2, TILES, BLOCK_N, DIM, True, True, 1)  # fmt: skip
+    if LOWER:
+        dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, start, middle, low - first, high,
+                       limit, scale_log2, TILES, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
+    from_tile = middle
+    to_tile = rest
+    if SPLIT:
+        from_tile = middle + (rest - middle) * share // splits
+        to_tile = middle + (rest - middle) * (share + 1) // splits
+    dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, from_tile, to_tile, low, high, limit,
+                   scale_log2, TILES, BLOCK_N, DIM, False, False, STAGES)  # fmt: skip
+    if not SPLIT or share == splits - 1:
+        dq = _dq_tiles(dq, q, dout, lse, delta, k_pages, v_pages, table, group, rest, end, low - first, high, limit,
+                       scale_log2, TILES, BLOCK_N, DIM, True, True, 1)  # fmt: skip
 
     if OWN:
         if not SPLIT or share == splits - 1:
@@ -338,17 +302,13 @@ def _paged_attention_dq_kernel(
             full = (first_query + 1) // BLOCK_N
             start, middle, rest = tile_range(low_min - length, low_max - length, full, end, BLOCK_N)
             low = low - length
-            if ONE_LOOP:
-                dq = _dq_tiles(dq, q, dout, lse, delta, k_own, v_own, batch, group, start, end, low, query + 1, tokens,
-                               scale_log2, 0, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
-            else:
-                if LOWER:
-                    dq = _dq_tiles(dq, q, dout, lse, delta, k_own, v_own, batch, group, start, middle, low, query + 1,
-                                   tokens, scale_log2, 0, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
-                dq = _dq_tiles(dq, q, dout, lse, delta, k_own, v_own, batch, group, middle, rest, low, query + 1,
-                               tokens, scale_log2, 0, BLOCK_N, DIM, False, False, STAGES)  # fmt: skip
-                dq = _dq_tiles(dq, q, dout, lse, delta, k_own, v_own, batch, group, rest, end, low, query + 1, tokens,
-                               scale_log2, 0, BLOCK_N, DIM, True, False, 1)  # fmt: skip
+            if LOWER:
+                dq = _dq_tiles(dq, q, dout, lse, delta, k_own, v_own, batch, group, start, middle, low, query + 1,
+                               tokens, scale_log2, 0, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
+            dq = _dq_tiles(dq, q, dout, lse, delta, k_own, v_own, batch, group, middle, rest, low, query + 1,
+                           tokens, scale_log2, 0, BLOCK_N, DIM, False, False, STAGES)  # fmt: skip
+            dq = _dq_tiles(dq, q, dout, lse, delta, k_own, v_own, batch, group, rest, end, low, query + 1, tokens,
+                           scale_log2, 0, BLOCK_N, DIM, True, False, 1)  # fmt: skip
 
     head = group * REPEAT + rows % REPEAT
     dims = tl.arange(0, DIM)

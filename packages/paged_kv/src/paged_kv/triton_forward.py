@@ -151,8 +151,8 @@ def _paged_attention_fwd_kernel(
     tokens, columns, first, window, splits, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    ONE_LOOP: tl.constexpr, CARRY: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, SINKS: tl.constexpr,
+    CARRY: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row tiles, G, B * splits). CARRY: start from an earlier segment's state. OWN: the own block comes last,
     and then the SINKS.
@@ -195,27 +195,23 @@ def _paged_attention_fwd_kernel(
     end = tl.cdiv(limit, BLOCK_N)
     start, middle, rest = tile_range(low_min - first, low_max - first, limit // BLOCK_N, end, BLOCK_N)
     high = tl.zeros_like(query) + limit
-    if ONE_LOOP:
-        acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, start, end, low - first, high, limit,
-                               scale_log2, TILES, BLOCK_N, DIM, True, True, STAGES)  # fmt: skip
+    if LOWER:
+        acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, start, middle, low - first, high,
+                               limit, scale_log2, TILES, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
+    from_tile = middle
+    to_tile = rest
+    if SPLIT:
+        from_tile = middle + (rest - middle) * share // splits
+        to_tile = middle + (rest - middle) * (share + 1) // splits
+    if AHEAD:
+        acc, m, l = _fwd_tiles_ahead(acc, m, l, q, k_pages, v_pages, table, group, from_tile, to_tile, scale_log2,
+                                     TILES, BLOCK_N, DIM, STAGES)  # fmt: skip
     else:
-        if LOWER:
-            acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, start, middle, low - first, high,
-                                   limit, scale_log2, TILES, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
-        from_tile = middle
-        to_tile = rest
-        if SPLIT:
-            from_tile = middle + (rest - middle) * share // splits
-            to_tile = middle + (rest - middle) * (share + 1) // splits
-        if AHEAD:
-            acc, m, l = _fwd_tiles_ahead(acc, m, l, q, k_pages, v_pages, table, group, from_tile, to_tile, scale_log2,
-                                         TILES, BLOCK_N, DIM, STAGES)  # fmt: skip
-        else:
-            acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, from_tile, to_tile, low, high, limit,
-                                   scale_log2, TILES, BLOCK_N, DIM, False, False, STAGES)  # fmt: skip
-        if not SPLIT or share == splits - 1:
-            acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, rest, end, low - first, high, limit,
-                                   scale_log2, TILES, BLOCK_N, DIM, True, True, 1)  # fmt: skip
+        acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, from_tile, to_tile, low, high, limit,
+                               scale_log2, TILES, BLOCK_N, DIM, False, False, STAGES)  # fmt: skip
+    if not SPLIT or share == splits - 1:
+        acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, rest, end, low - first, high, limit,
+                               scale_log2, TILES, BLOCK_N, DIM, True, True, 1)  # fmt: skip
 
     # The places are worked out again, from a value the compiler cannot know to be the same: held in registers through
     # the loop above they would spill.
@@ -230,21 +226,17 @@ def _paged_attention_fwd_kernel(
             start, middle, rest = tile_range(low_min - length, low_max - length, full, end, BLOCK_N)
             low = low - length
             high = query + 1
-            if ONE_LOOP:
-                acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, start, end, low, high, tokens,
+            if LOWER:
+                acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, start, middle, low, high, tokens,
                                        scale_log2, 0, BLOCK_N, DIM, True, False, OWN_STAGES)  # fmt: skip
+            if AHEAD:
+                acc, m, l = _fwd_tiles_ahead(acc, m, l, q, k_own, v_own, batch, group, middle, rest, scale_log2,
+                                             0, BLOCK_N, DIM, OWN_STAGES)  # fmt: skip
             else:
-                if LOWER:
-                    acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, start, middle, low, high, tokens,
-                                           scale_log2, 0, BLOCK_N, DIM, True, False, OWN_STAGES)  # fmt: skip
-                if AHEAD:
-                    acc, m, l = _fwd_tiles_ahead(acc, m, l, q, k_own, v_own, batch, group, middle, rest, scale_log2,
-                                                 0, BLOCK_N, DIM, OWN_STAGES)  # fmt: skip
-                else:
-                    acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, middle, rest, low, high, tokens,
-                                           scale_log2, 0, BLOCK_N, DIM, False, False, OWN_STAGES)  # fmt: skip
-                acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, rest, end, low, high, tokens,
-                                       scale_log2, 0, BLOCK_N, DIM, True, False, 1)  # fmt: skip
+                acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, middle, rest, low, high, tokens,
+                                       scale_log2, 0, BLOCK_N, DIM, False, False, OWN_STAGES)  # fmt: skip
+            acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, rest, end, low, high, tokens,
+                                   scale_log2, 0, BLOCK_N, DIM, True, False, 1)  # fmt: skip
 
     if SINKS:  # one more logit, whose value is zero
         if not SPLIT or share == splits - 1:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import triton
@@ -18,7 +17,7 @@ from .past import Segment
 from .triton_backward import _paged_attention_dkdv_kernel, _paged_attention_dq_kernel
 from .triton_forward import _paged_attention_fwd_kernel
 from .triton_merge import merge_parts
-from .triton_problem import Partial, Problem, Rows
+from .triton_problem import Partial, Problem, Rows, check_pages
 from .triton_tiles import Tile
 
 _LOG2E = math.log2(math.e)
@@ -65,12 +64,11 @@ def dq_launch(
     parts = target if splits == 1 else torch.empty(splits, *p.q.shape, device=p.q.device, dtype=torch.float32)
     grid = (triton.cdiv(p.rows, tile.rows), p.groups, p.batch * splits)
     _paged_attention_dq_kernel[grid](
-        *rows.sources(tile), *keys.own, *keys.pages, keys.slots, p.lengths, p.documents, rows.lse, rows.delta,
+        *rows.descriptors(tile), *keys.own, *keys.pages, keys.slots, p.lengths, p.documents, rows.lse, rows.delta,
         rows.lse if carry is None else carry, parts,
         p.tokens, rows.lse.shape[1], keys.columns, keys.first, p.window, splits,
         p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
-        CARRY=carry is not None, OWN=own, SPLIT=splits > 1,
-        PACKED=rows.packed, **p.constants(tile),
+        CARRY=carry is not None, OWN=own, SPLIT=splits > 1, **p.constants(tile),
     )  # fmt: skip
     if splits > 1:
         target.copy_(parts.sum(0))
@@ -91,31 +89,21 @@ def dkdv_launch(
         bounds = _document_bounds(p, keys.first, past_tiles, own_tiles, block)
     programs = (past_tiles + own_tiles) * p.groups * p.batch
     splits = 1
-    if accumulate == "atomic" and not p.narrow:
+    if accumulate == "atomic":
         splits = max(1, min(8, 4 * p.slots(tile) // programs))
     grads = (segment.dk, segment.dv, segment.grad_slots) if segment is not None else (dk, dv, keys.slots)
     assert grads[2] is not None
     # Sequences that may share a page must not add to it at the same time.
-    together = p.batch == 1 or segment is None or _disjoint(p, segment)
+    together = p.batch == 1 or segment is None or p.disjoint(segment)
     for batch, count in [(0, p.batch)] if together else [(b, 1) for b in range(p.batch)]:
         _paged_attention_dkdv_kernel[past_tiles + own_tiles, p.groups, count * splits](
-            *rows.sources(tile), *keys.own, *keys.pages, keys.slots, grads[2].contiguous(), p.lengths, p.documents,
+            *rows.descriptors(tile), *keys.own, *keys.pages, keys.slots, grads[2].contiguous(), p.lengths, p.documents,
             bounds, rows.lse, rows.delta, grads[0], grads[1], dk, dv,
             batch, p.tokens, rows.lse.shape[1], keys.columns, keys.first, p.window, past_tiles,
             past_tiles + own_tiles, splits, p.geometry.scale, p.geometry.scale * _LOG2E,
-            PAST=past_tiles > 0, OWN=own, PACKED=rows.packed, ATOMIC=accumulate == "atomic",
+            PAST=past_tiles > 0, OWN=own, ATOMIC=accumulate == "atomic",
             **p.constants(tile),
         )  # fmt: skip
-
-
-def _disjoint(p: Problem, segment: Segment) -> bool:
-    """Whether the host knows that no gradient page belongs to two sequences."""
-    if segment.grad_runs is None:
-        return False
-    page = p.geometry.page_tokens
-    pages = [min(-(-n // page) - segment.first_page, segment.slots.shape[1]) for n in p.geometry.lengths]
-    runs = sorted((run, run + n) for run, n in zip(segment.grad_runs, pages) if n > 0)
-    return all(end <= start for (_, end), (start, _) in pairwise(runs))
 
 
 def _document_bounds(p: Problem, first: int, past_tiles: int, own_tiles: int, block: int) -> Tensor:
@@ -180,11 +168,7 @@ class _Keys:
 
 def _descriptor(pages: Tensor, block: int) -> TensorDescriptor:
     """Tiles of one head's tokens in [slots, P, G, D]; the own block is read as one long page a sequence."""
-    if not pages.is_contiguous() or pages.data_ptr() % 16:
-        raise ValueError(
-            'paged_attention, backend "triton": expected contiguous pages that start at a multiple of 16 bytes, got '
-            f"strides {pages.stride()}"
-        )
+    check_pages(pages)
     slots, tokens, groups, dim = pages.shape
     strides = [tokens * groups * dim, dim, groups * dim, 1]
     return TensorDescriptor(pages, [slots, groups, tokens, dim], strides, [1, 1, block, triton.next_power_of_2(dim)])

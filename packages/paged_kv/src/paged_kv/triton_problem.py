@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .past import Geometry
+from .past import Geometry, Segment
 from .triton_backward import _prepare_bwd_kernel
 from .triton_tiles import Tile, tile_for
 
@@ -31,23 +32,29 @@ class Problem:
     q: Tensor
     k: Tensor
     v: Tensor
-    lengths: Tensor  # [B] int32 on the device
     geometry: Geometry  # with a scale >= 0: its sign is in q
     sign: float
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Problem:
-        lengths = geometry.lengths
-        if geometry.window is not None and geometry.window >= max(lengths) + q.shape[1]:
+        if geometry.window is not None and geometry.window >= max(geometry.lengths) + q.shape[1]:
             geometry = replace(geometry, window=None)  # it hides nothing, and sums with it could overflow
-        if len(set(lengths)) == 1:  # a fill kernel takes the number as an argument: no copy to the device, no wait
-            on_device = torch.full((len(lengths),), lengths[0], dtype=torch.int32, device=q.device)
-        else:
-            on_device = torch.tensor(lengths, dtype=torch.int32).to(q.device, non_blocking=True)
         sign = math.copysign(1.0, geometry.scale)
         if sign < 0.0:  # the kernels take the largest product for the largest score
             q, geometry = -q, replace(geometry, scale=-geometry.scale)
-        return Problem(q.contiguous(), k.contiguous(), v.contiguous(), on_device, geometry, sign)
+        return Problem(q.contiguous(), k.contiguous(), v.contiguous(), geometry, sign)
+
+    @property
+    def length(self) -> int | None:
+        """The one length of all sequences, if they have one."""
+        return self.geometry.lengths[0] if len(set(self.geometry.lengths)) == 1 else None
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[B] int32 on the device, made when a kernel asks for it."""
+        if self.length is not None:  # a fill kernel takes the number as an argument: no copy to the device, no wait
+            return torch.full((self.batch,), self.length, dtype=torch.int32, device=self.q.device)
+        return torch.tensor(self.geometry.lengths, dtype=torch.int32).to(self.q.device, non_blocking=True)
 
     @property
     def batch(self) -> int:
@@ -84,12 +91,26 @@ class Problem:
 
     def tile(self, kernel: str) -> Tile:
         capability = (9, 0) if INTERPRETED else torch.cuda.get_device_capability(self.q.device)
-        return tile_for(kernel, triton.next_power_of_2(self.dim), self.q.dtype, capability, narrow=self.narrow)
+        return tile_for(kernel, triton.next_power_of_2(self.dim), self.q.dtype, capability)
 
     @property
-    def narrow(self) -> bool:
-        """A window of a few tiles: one masked loop beats several short ones."""
-        return self.geometry.window is not None and self.geometry.window <= 256
+    def at_once(self) -> bool:
+        """Whether the window kernels serve this: what a tile of rows sees fits the chip at once."""
+        if self.geometry.window is None or self.geometry.window * triton.next_power_of_2(self.dim) > 2**14:
+            return False
+        if INTERPRETED:
+            return True
+        large = torch.cuda.get_device_capability(self.q.device)[0] in (9, 10)
+        return large and self.q.dtype != torch.float32
+
+    def disjoint(self, segment: Segment) -> bool:
+        """Whether the host knows that no gradient page belongs to two sequences."""
+        if segment.grad_runs is None:
+            return False
+        page = self.geometry.page_tokens
+        pages = [min(-(-n // page) - segment.first_page, segment.slots.shape[1]) for n in self.geometry.lengths]
+        runs = sorted((run, run + n) for run, n in zip(segment.grad_runs, pages) if n > 0)
+        return all(end <= start for (_, end), (start, _) in pairwise(runs))
 
     def slots(self, tile: Tile) -> int:
         """How many programs run at once."""
@@ -109,7 +130,6 @@ class Problem:
             "BLOCK_N": min(tile.keys, geometry.page_tokens),
             "WINDOW": geometry.window is not None,
             "DOCUMENTS": geometry.documents is not None,
-            "ONE_LOOP": self.narrow,
             "STAGES": tile.stages,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
@@ -132,42 +152,45 @@ class Partial:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the backward reads of each row. A small window reads q and dout once or twice: they stay where they are.
+    """What the backward reads of each row.
 
-    Shapes: q, dout [B * G, C * R, D] when packed, else [B, C, H, D]; lse, delta [B * G, padded rows] float32
+    Shapes: q, dout [B * G, M, D] where they were laid out by rows, else [B, C, H, D]; lse (base 2), delta [B * G, M or
+        more] float32; M = C * R
     """
 
     q: Tensor
     dout: Tensor
     lse: Tensor
     delta: Tensor
-    packed: bool
 
-    def sources(self, tile: Tile) -> tuple[TensorDescriptor | Tensor, TensorDescriptor | Tensor]:
-        if not self.packed:
-            return self.q, self.dout
+    def descriptors(self, tile: Tile) -> list[TensorDescriptor]:
         block = [1, tile.rows, triton.next_power_of_2(self.q.shape[2])]
-        return TensorDescriptor.from_tensor(self.q, block), TensorDescriptor.from_tensor(self.dout, block)
+        return [TensorDescriptor.from_tensor(x, block) for x in (self.q, self.dout)]
 
     @staticmethod
     def prepare(p: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> Rows:
+        """Lay q and dout out by rows: every key tile reads them all, so this pays."""
         blocks = p.batch * p.groups
         padded = triton.cdiv(p.rows, _ROW_PADDING) * _ROW_PADDING
-        packed = not p.narrow
-        dout = dout.contiguous()
-        q_rows, dout_rows = p.q, dout
-        if packed:
-            q_rows, dout_rows = (p.q.new_empty(blocks, p.rows, p.dim) for _ in range(2))
+        q_rows, dout_rows = (p.q.new_empty(blocks, p.rows, p.dim) for _ in range(2))
         row_lse, delta = (torch.empty(blocks, padded, device=p.q.device, dtype=torch.float32) for _ in range(2))
         block = 64
         with on_device(p.q):
             _prepare_bwd_kernel[(padded // block, p.groups, p.batch)](
-                p.q, out.contiguous(), dout, lse.contiguous(), q_rows, dout_rows, row_lse, delta, p.tokens, padded,
+                p.q, out, dout, lse, q_rows, dout_rows, row_lse, delta, p.tokens, padded,
                 GROUPS=p.groups, REPEAT=p.repeat, HEAD_DIM=p.dim, DIM=triton.next_power_of_2(p.dim), BLOCK_M=block,
-                PACK=packed, num_warps=4,
+                num_warps=4,
             )  # fmt: skip
-        return Rows(q_rows, dout_rows, row_lse, delta, packed)
+        return Rows(q_rows, dout_rows, row_lse, delta)
 
 
 def on_device(q: Tensor) -> contextlib.AbstractContextManager[None]:
     return torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext()
+
+
+def check_pages(pages: Tensor) -> None:
+    if not pages.is_contiguous() or pages.data_ptr() % 16:
+        raise ValueError(
+            'paged_attention, backend "triton": expected contiguous pages that start at a multiple of 16 bytes, got '
+            f"strides {pages.stride()}"
+        )

@@ -1,6 +1,6 @@
-"""The gradient of attention sinks, in one pass over the output and its gradient.
+"""The gradient of attention sinks, from what the backward keeps of each row.
 
-Letters: B batch · C chunk tokens · H query heads · D head dim
+Letters: B batch · C chunk tokens · H query heads · G KV heads · R = H / G · M = C * R rows of a KV head
 """
 
 from __future__ import annotations
@@ -10,40 +10,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_problem import Problem, Rows
 
-@triton.jit(do_not_specialize=["tokens"])
+
+@triton.jit(do_not_specialize=["batches", "tokens", "stride"])
 def _sinks_bwd_kernel(
-    dout_ptr, out_ptr, lse_ptr, sinks_ptr, parts_ptr, tokens,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    lse_ptr, delta_ptr, sinks_ptr, grad_ptr, batches, tokens, stride,
+    GROUPS: tl.constexpr, REPEAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head's share of a block of tokens. Grid: (blocks of C, H, B)."""
-    block = tl.program_id(0)
-    head = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    dims = tl.arange(0, DIM)
-    mask = (token < tokens)[:, None] & (dims < HEAD_DIM)[None, :]
-    offsets = ((batch * tokens + token) * HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
-    dout = tl.load(dout_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    out = tl.load(out_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    lse = tl.load(lse_ptr + (batch * HEADS + head) * tokens + token, mask=token < tokens, other=float("-inf"))
-    sink = tl.load(sinks_ptr + head).to(tl.float32)
-    weight = tl.where(lse == float("-inf"), 0.0, tl.exp(sink - tl.where(lse == float("-inf"), sink, lse)))
-    total = tl.sum(weight * tl.sum(dout * out, 1), 0)
-    tl.store(parts_ptr + (batch * HEADS + head) * tl.num_programs(0) + block, -total)
+    """One head's sum, in a fixed order. Grid: (H,). Rows that see nothing have LSE = +inf and count for nothing."""
+    head = tl.program_id(0)
+    sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+    total = tl.zeros([BLOCK], tl.float32)
+    for batch in range(batches):
+        start = (batch * GROUPS + head // REPEAT).to(tl.int64) * stride + head % REPEAT
+        for token in range(0, tokens, BLOCK):
+            place = token + tl.arange(0, BLOCK)
+            lse = tl.load(lse_ptr + start + place * REPEAT, mask=place < tokens, other=float("inf"))
+            delta = tl.load(delta_ptr + start + place * REPEAT, mask=place < tokens, other=0.0)
+            total += tl.math.exp2(sink - lse) * delta
+    tl.store(grad_ptr + head, (-tl.sum(total, 0)).to(grad_ptr.dtype.element_ty))
 
 
-def sinks_grad(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """d sink = -sum exp(sink - LSE) * rowsum(dout * out), summed in a fixed order; LSE and out have the sink in them.
+def sinks_grad(p: Problem, rows: Rows, sinks: Tensor) -> Tensor:
+    """d sink = -sum exp(sink - LSE) * delta over all rows, LSE having the sink in it.
 
-    Shapes: dout, out [B, C, H, D]; lse [B, H, C]; sinks [H]
+    Shapes: sinks [H]
     Returns: [H] in sinks' dtype
     """
-    batch, tokens, heads, dim = out.shape
-    block = 64
-    parts = torch.empty(batch, heads, triton.cdiv(tokens, block), device=out.device, dtype=torch.float32)
-    _sinks_bwd_kernel[(parts.shape[2], heads, batch)](
-        dout.contiguous(), out.contiguous(), lse.contiguous(), sinks.contiguous(), parts, tokens,
-        HEADS=heads, HEAD_DIM=dim, DIM=triton.next_power_of_2(dim), BLOCK=block, num_warps=4,
+    grad = torch.empty_like(sinks, memory_format=torch.contiguous_format)
+    block = max(16, min(2048, triton.next_power_of_2(p.tokens)))
+    _sinks_bwd_kernel[(sinks.numel(),)](
+        rows.lse, rows.delta, sinks.contiguous(), grad, p.batch, p.tokens, rows.lse.shape[1],
+        GROUPS=p.groups, REPEAT=p.repeat, BLOCK=block, num_warps=8,
     )  # fmt: skip
-    return parts.sum((0, 2)).to(sinks.dtype)
+    return grad

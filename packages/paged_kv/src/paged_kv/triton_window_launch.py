@@ -1,0 +1,159 @@
+"""Launches of the window kernels: which calls they serve, how keys are cut into tiles, and grids.
+
+Letters: B batch · C chunk tokens · P tokens a page · H query heads · G KV heads · R = H / G · D head dim
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .past import Segment
+from .triton_problem import Problem, Rows, check_pages
+from .triton_tiles import Tile
+from .triton_window import _window_dkdv_kernel, _window_dq_kernel, _window_fwd_kernel
+
+_LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """The keys as the kernels read them; without a segment the own block stands in for pages and is never read."""
+
+    k: Tensor
+    v: Tensor
+    slots: Tensor
+    columns: int
+    first: int
+    lengths: Tensor  # or, when the launch knows the length and has no documents, any int32 tensor
+    documents: Tensor
+
+    @staticmethod
+    def of(p: Problem, segment: Segment | None) -> _Keys:
+        if segment is None:
+            return _Keys(p.k, p.v, p.lengths, 0, 0, p.lengths, p.documents)
+        check_pages(segment.k)
+        check_pages(segment.v)
+        slots = segment.slots.contiguous()
+        lengths = slots if p.length is not None else p.lengths
+        documents = slots if p.geometry.documents is None else p.geometry.documents
+        first = segment.first_page * p.geometry.page_tokens
+        return _Keys(segment.k, segment.v, slots, slots.shape[1], first, lengths, documents)
+
+
+def window_forward(p: Problem, segment: Segment | None, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+    """The whole forward in one launch: past, own block, sinks."""
+    tile = p.tile("window fwd")
+    keys = _Keys.of(p, segment)
+    _window_fwd_kernel[triton.cdiv(p.rows, tile.rows) * p.groups, p.batch](
+        p.q, p.k, p.v, keys.k, keys.v, keys.slots, keys.lengths, keys.documents,
+        lse if sinks is None else sinks, out, lse,
+        p.length or 0, p.tokens, keys.columns, keys.first, p.geometry.scale * _LOG2E,
+        SINKS=sinks is not None, **_row_constants(p, tile),
+    )  # fmt: skip
+
+
+def window_dq(p: Problem, segment: Segment | None, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor) -> Rows:
+    """dQ, and what the gradient of keys and sinks needs of each row."""
+    tile = p.tile("window dq")
+    keys = _Keys.of(p, segment)
+    row_lse, delta = (torch.empty(p.batch * p.groups, p.rows, device=p.q.device, dtype=torch.float32) for _ in range(2))
+    _window_dq_kernel[triton.cdiv(p.rows, tile.rows) * p.groups, p.batch](
+        p.q, dout, out, lse, p.k, p.v, keys.k, keys.v, keys.slots, keys.lengths, keys.documents, row_lse, delta, dq,
+        p.length or 0, p.tokens, keys.columns, keys.first, p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
+        **_row_constants(p, tile),
+    )  # fmt: skip
+    return Rows(p.q, dout, row_lse, delta)
+
+
+def window_dkdv(p: Problem, rows: Rows, segment: Segment | None, dk: Tensor, dv: Tensor, accumulate: str) -> None:
+    """dK and dV of a window's past keys, into their gradient pages, and of the own block's, into `dk` and `dv`."""
+    tile = p.tile("window dkdv")
+    keys = _Keys.of(p, segment)
+    past_tiles = 0
+    pages_dk, pages_dv, grad_slots = dk, dv, keys.slots
+    if segment is not None:
+        assert segment.dk is not None and segment.dv is not None and segment.grad_slots is not None
+        past_tiles = triton.cdiv(min(p.window - 1, max(p.geometry.lengths)), tile.keys)
+        pages_dk, pages_dv, grad_slots = segment.dk, segment.dv, segment.grad_slots.contiguous()
+    queries = tile.rows // p.repeat
+    aligned = all(x.data_ptr() % 16 == 0 for x in (p.q, rows.dout))
+    whole = aligned and p.repeat & (p.repeat - 1) == 0 and queries > 0
+    sources = [_queries(x, queries, p.repeat) if whole else x for x in (p.q, rows.dout)]
+    programs = (past_tiles + triton.cdiv(p.tokens, tile.keys)) * p.groups
+    # Sequences that may share a page must not add to it at the same time.
+    together = p.batch == 1 or segment is None or p.disjoint(segment)
+    for batch, count in [(0, p.batch)] if together else [(b, 1) for b in range(p.batch)]:
+        _window_dkdv_kernel[programs, count](
+            *sources, p.k, p.v, keys.k, keys.v, keys.slots, grad_slots, keys.lengths, keys.documents,
+            rows.lse, rows.delta, pages_dk, pages_dv, dk, dv,
+            batch, p.length or 0, p.tokens, keys.columns, keys.first, past_tiles,
+            p.geometry.scale, p.geometry.scale * _LOG2E,
+            BLOCK_N=tile.keys, TMA=whole, PAST=past_tiles > 0, ATOMIC=accumulate == "atomic",
+            STAGES=tile.stages,
+            **_constants(p, tile),
+        )  # fmt: skip
+
+
+def _queries(x: Tensor, queries: int, repeat: int) -> TensorDescriptor:
+    """Boxes of whole queries of one KV head in [B, C, H, D]."""
+    return TensorDescriptor.from_tensor(x, [1, queries, repeat, triton.next_power_of_2(x.shape[3])])
+
+
+def _constants(p: Problem, tile: Tile) -> dict[str, Any]:
+    return {
+        "GROUPS": p.groups,
+        "REPEAT": p.repeat,
+        "HEAD_DIM": p.dim,
+        "DIM": triton.next_power_of_2(p.dim),
+        "PAGE": p.geometry.page_tokens,
+        "BLOCK_M": tile.rows,
+        "WINDOW": p.window,
+        "DOCUMENTS": p.geometry.documents is not None,
+        "UNIFORM": p.length is not None,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        "enable_fp_fusion": True,
+        **registers_of(tile),
+    }
+
+
+def registers_of(tile: Tile) -> dict[str, int]:
+    """The bound on a thread's registers that lets `per_sm` programs share a multiprocessor, if one is needed."""
+    threads = 32 * tile.warps * tile.per_sm
+    return {"maxnreg": 65536 // threads // 8 * 8} if threads > 256 else {}
+
+
+def _row_constants(p: Problem, tile: Tile) -> dict[str, Any]:
+    return _constants(p, tile) | tiling_of(p.window, tile, p.repeat)
+
+
+def tiling_of(window: int, tile: Tile, repeat: int) -> dict[str, Any]:
+    """How the keys that a tile of rows sees are cut, counted from the first that its first query sees."""
+    queries = queries_of(tile.rows, repeat)
+    widths = widths_of(window + queries - 1, tile.keys)
+    starts = tuple(accumulate(widths[:-1], initial=0))
+    edges = tuple(start < queries - 1 or start + width > window for start, width in zip(starts, widths))
+    return {"QUERIES": queries, "STARTS": starts, "WIDTHS": widths, "EDGES": edges}
+
+
+def queries_of(rows: int, repeat: int) -> int:
+    """How many queries a tile of rows may touch."""
+    return rows // repeat if rows % repeat == 0 else (rows - 2) // repeat + 2
+
+
+def widths_of(span: int, most: int) -> tuple[int, ...]:
+    """Powers of two from 16 to `most` that cover `span` keys, narrow ones first: the edges' masks cost by width."""
+    widths: list[int] = []
+    while span > 0:
+        width = min(most, 1 << (span.bit_length() - 1))
+        widths.append(max(width, 16))
+        span -= widths[-1]
+    return tuple(sorted(widths))
