@@ -1,0 +1,117 @@
+"""Every command and every piece of Python in the docs runs, in the order in which a reader meets them.
+
+The commands are those of the page; what would take long is made small by settings that are put after them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from oomb.checkpoint import save_checkpoint
+from oomb.cli.main import main
+from oomb.cli.options import options, trainer_options
+from oomb.tiny import byte_tokenizer
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("quickstart", "choosing", "how-it-works", "custom-pipelines", "troubleshooting")
+SMALL = {"--context": "384", "--device": "cpu", "--page-tokens": "32"}
+OF_TRAINING = {"--steps": "2", "--generate-tokens": "4"}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def commands(page: str) -> list[list[str]]:
+    lines = (line for block in blocks(page, "sh") for line in block.splitlines())
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """The files that the pages speak of: a model, books, notes."""
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=257, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=128,
+        )
+    )  # fmt: skip
+    save_checkpoint(tmp_path / "model", model, byte_tokenizer())
+    for folder in ("books", "held-out"):
+        (tmp_path / folder).mkdir()
+        for name in ("one", "two"):
+            (tmp_path / folder / f"{name}.txt").write_text("".join(f"{i} {name} {i * i}\n" for i in range(150)))
+    (tmp_path / "notes.jsonl").write_text("".join(json.dumps({"body": f"note {i} " * 9}) + "\n" for i in range(20)))
+    for number, block in enumerate(blocks("quickstart", "yaml")):
+        (tmp_path / ("run.yaml" if not number else f"{number}.yaml")).write_text(block)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_run(page, desk, capsys):
+    for words in commands(page):
+        if words[:2] == ["pip", "install"]:
+            about_installing(words)
+        elif words[0] == "make":
+            assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(encoding="utf-8"), words
+        else:
+            assert words[0] == "oomb", words
+            small = SMALL | (OF_TRAINING if words[1] == "train" else {"--steps": "1"})
+            small |= {} if "bench" in words else {"--chunk-tokens": "96"}
+            assert main([*words[1:], *(word for pair in small.items() for word in pair)]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+
+
+def about_installing(words: list[str]) -> None:
+    project = tomllib.loads((ROOT / "packages" / "oomb" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (extra,) = re.findall(r"oomb\[(\w+)\]", words[2])
+    assert extra in project["optional-dependencies"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_python_of_a_page_runs(page, desk, monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    program = {"__name__": "page"}
+    for block in blocks(page, "python"):
+        if "trl" in block:
+            pytest.importorskip("trl")
+        exec(compile(block, f"{page}.md", "exec"), program)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_is_there(page):
+    """Settings written as `--key`, files and links."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    known = set(options()) | set(trainer_options()) | {"dry_run", "config", "help"}
+    for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", text):
+        assert flag.replace("-", "_") in known, f"--{flag} is no setting"
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / "docs" / target).exists(), target
+    for path in re.findall(r"`((?:examples|tests|benchmarks|docs)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_pictures_are_drawn(tmp_path, monkeypatch):
+    import runpy
+
+    module = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
+    for name in ("passes", "cost"):
+        module[f"draw_{name}"](tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+        assert (ROOT / "docs" / "pictures" / f"{name}.png").exists()
