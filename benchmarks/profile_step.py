@@ -1,6 +1,6 @@
 """Where the time of one chunked step goes on the GPU: kernels by total time, and how long the GPU was busy.
 
-python3 benchmarks/profile_step.py --system "ours 8192" --tokens 32768
+python3 benchmarks/profile_step.py --system "resident" --tokens 32768
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--system", default="ours 8192", choices=list(SYSTEMS))
+    parser.add_argument("--system", default="resident", choices=list(SYSTEMS))
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--rows", type=int, default=30)

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from oomb import ChunkConfig, chunked_backward
+from oomb.host import HostLease, spare_bytes
 
 VOCAB = 152064
 GIB = 2**30
@@ -84,30 +85,35 @@ def rival(model, ids: torch.Tensor) -> float:
     return float(loss)
 
 
-def ours(checkpointing: bool = False, **config) -> Callable:
+def ours(**config) -> Callable:
     def step(model, ids: torch.Tensor) -> float:
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        try:
-            return float(chunked_backward(model, ids, config=ChunkConfig(**config)))
-        finally:
-            model.gradient_checkpointing_disable()
+        return float(chunked_backward(model, ids, config=ChunkConfig(**config)))
 
     return step
 
 
+NOTHING_KEPT = {"gpu_keep_budget_bytes": 0, "host_budget_bytes": 1}
+ON_HOST = {"gpu_kv_budget_bytes": 1, "gpu_keep_budget_bytes": 0}
 SYSTEMS: dict[str, Callable] = {
     "rival": rival,
-    "ours 8192": ours(chunk_tokens=8192),
-    "ours 4096": ours(chunk_tokens=4096),
-    "ours 2048": ours(chunk_tokens=2048),
-    "ours 8192 kept": ours(chunk_tokens=8192, keep_outputs_bytes=20 * GIB),
-    "ours 4096 kept": ours(chunk_tokens=4096, keep_outputs_bytes=28 * GIB),
-    "ours 8192 checkpointed": ours(True, chunk_tokens=8192),
-    "ours 8192 checkpointed kept": ours(True, chunk_tokens=8192, keep_outputs_bytes=28 * GIB),
-    "ours 8192 triton": ours(chunk_tokens=8192, backend="triton"),
-    "ours 4096 triton": ours(chunk_tokens=4096, backend="triton"),
-    "ours 4096 sparse": ours(chunk_tokens=4096, attention="sparse"),
+    # chunks of 8,192, layers walked back one at a time, where not said otherwise
+    "resident": ours(chunk_tokens=8192, gpu_kv_budget_bytes=60 * GIB, gpu_keep_budget_bytes=80 * GIB),
+    "resident, nothing kept": ours(chunk_tokens=8192, gpu_kv_budget_bytes=60 * GIB, **NOTHING_KEPT),
+    "resident, nothing kept, whole chunks": ours(
+        chunk_tokens=8192, recompute="chunk", gpu_kv_budget_bytes=60 * GIB, **NOTHING_KEPT
+    ),
+    "all on the host": ours(chunk_tokens=8192, **ON_HOST),
+    "all on the host, 16384": ours(chunk_tokens=16384, **ON_HOST),
+    "all on the host, 4096": ours(chunk_tokens=4096, **ON_HOST),
+    "pages on the device, kept on the host": ours(
+        chunk_tokens=8192, gpu_kv_budget_bytes=60 * GIB, gpu_keep_budget_bytes=0
+    ),
+    "pages on the host, nothing kept": ours(
+        chunk_tokens=8192, gpu_kv_budget_bytes=1, gpu_keep_budget_bytes=0, host_budget_bytes=40 * GIB
+    ),
+    "auto": ours(),
+    "triton": ours(chunk_tokens=8192, backend="triton"),
+    "sparse": ours(chunk_tokens=8192, attention="sparse"),
 }
 
 
@@ -128,14 +134,23 @@ def measure(name: str, model, tokens: int) -> dict:
     seconds = time.perf_counter() - start
     norm = torch.stack([p.grad.float().norm() for p in model.parameters()]).norm()
     peak = torch.cuda.max_memory_allocated() / GIB
-    return row | {"seconds": seconds, "peak_gib": peak, "loss": loss, "gradient_norm": float(norm)}
+    return row | {
+        "seconds": seconds,
+        "peak_gib": peak,
+        "pinned_gib": spare_bytes() / GIB,
+        "loss": loss,
+        "gradient_norm": float(norm),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 65536, 131072])
-    parser.add_argument("--systems", nargs="+", default=["rival", "ours 8192", "ours 4096 kept"], choices=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", default=["rival", "resident", "all on the host"], choices=list(SYSTEMS))
     parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument(
+        "--pin-gib", type=int, default=0, help="pin so much before, or the first step that needs it does"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     liger = use_liger()
@@ -146,6 +161,8 @@ def main() -> None:
         "liger": liger,
         "layers": arguments.layers,
     }
+    if arguments.pin_gib:
+        HostLease(arguments.pin_gib * GIB, torch.device("cuda", 0)).release()
     rows = []
     for name in arguments.systems:
         measure(name, model, 16384)  # compilation, autotuning, library handles

@@ -84,7 +84,7 @@ VARIANTS = {
     "right padding": ({}, 333, padded, None),
     "packed documents": ({}, 333, packed, None),
     "host pages": ({"gpu_kv_budget_bytes": 100_000, "segment_tokens": 64}, 333, None, None),
-    "kept outputs": ({"keep_outputs_bytes": 10**9}, 333, None, None),
+    "kept outputs": ({"gpu_keep_budget_bytes": 10**9}, 333, None, None),
     "checkpointing": ({}, 333, None, {"use_reentrant": False}),
     "reentrant checkpointing": ({}, 333, None, {"use_reentrant": True}),
 }

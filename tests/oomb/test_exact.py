@@ -164,7 +164,7 @@ def test_anything_goes_together(data):
     elif "document_ids" in arguments or "labels" in arguments:
         arguments["num_items"] = 7
     page = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
-    budget = draw(st.sampled_from([None, 1, 20_000]))
+    budget = draw(st.sampled_from(["auto", 1, 20_000]))
     check(
         model,
         ids,
@@ -173,7 +173,8 @@ def test_anything_goes_together(data):
             page_tokens=page,
             gpu_kv_budget_bytes=budget,
             segment_tokens=draw(st.sampled_from([1, 8, 64])),
-            keep_outputs_bytes=draw(st.sampled_from([0, 4_000, 10**9])),
+            gpu_keep_budget_bytes=draw(st.sampled_from([0, 4_000, 40_000, "auto"])),
+            recompute=draw(st.sampled_from(["layer", "chunk"])),
             loss_tile_tokens=draw(st.sampled_from(["auto", 1, 5])),
         ),
         **arguments,

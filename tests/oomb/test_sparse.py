@@ -86,7 +86,7 @@ def test_gradient_against_finite_differences():
     assert (up - down) / 2e-4 == pytest.approx(float((grads[name] * direction).sum()), rel=1e-3)
 
 
-@pytest.mark.parametrize("change", [{"gpu_kv_budget_bytes": 1, "segment_tokens": 8}, {"keep_outputs_bytes": 10**9}])
+@pytest.mark.parametrize("change", [{"gpu_kv_budget_bytes": 1, "segment_tokens": 8}, {"gpu_keep_budget_bytes": 10**9}])
 def test_where_pages_live_and_what_is_kept_changes_nothing(change):
     model, ids = build(configs()["gpt_oss"]), tokens(2, 43)
     _, reference = step(model, ids, sparse(8))

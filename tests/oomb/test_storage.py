@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offload import HostOutOfMemory
 from oomb.host import HostLease
 from oomb.probe import LayerFacts
-from oomb.storage import Budget, TieredPast, divide
+from oomb.storage import Budget, TieredPast, divide, one_page_bytes
 
 FACTS = LayerFacts(heads=4, kv_heads=2, head_dim=3, dtype=torch.float64, window=None)
 CPU = torch.device("cpu")
@@ -88,18 +88,18 @@ def test_every_token_is_read_where_it_was_written_and_gets_its_gradient(
 
 
 @settings(deadline=None, max_examples=60)
-@given(pages=st.integers(0, 50), device=st.none() | st.integers(0, 10**6), host=st.none() | st.integers(0, 10**6))
+@given(pages=st.integers(0, 50), device=st.none() | st.integers(0, 10**6), host=st.integers(0, 10**6))
 def test_budgets_are_kept(pages, device, host):
     size = 2 * 2 * 4 * 2 * 3 * (8 + 4)  # k and v, batch, tokens, heads, dims, bytes of both
-    arguments = {"pages": pages, "page_tokens": 4, "batch": 2, "grad_dtype": torch.float32}
+    assert one_page_bytes({0: FACTS}, 4, 2, torch.float32) == size
     try:
-        budget = divide({0: FACTS}, **arguments, device_budget=device, host_budget=host)
+        budget = divide(pages, size, 1, device_budget=device, host_budget=host)
     except HostOutOfMemory as error:
-        assert host is not None and error.requested > host
+        assert error.requested > host
         return
     assert budget.device_pages + budget.host_pages == pages
     assert device is None or budget.device_pages * size <= device
-    assert host is None or budget.host_bytes <= host
+    assert budget.host_bytes <= host
     assert budget.host_bytes >= budget.host_pages * size
     assert budget.host_pages == 0 or (budget.device_pages + 1) * size > device
 
@@ -107,7 +107,8 @@ def test_budgets_are_kept(pages, device, host):
 def test_the_budget_of_the_host_is_enough_for_what_is_taken_from_it():
     """The arena's lines of 256 bytes are in the numbers."""
     facts = {layer: LayerFacts(2, 1, 1 + layer, torch.float32, None) for layer in range(3)}
-    budget = divide(facts, pages=5, page_tokens=1, batch=1, grad_dtype=torch.float32, device_budget=0, host_budget=None)
+    page = one_page_bytes(facts, 1, 1, torch.float32)
+    budget = divide(5, page, len(facts), device_budget=0, host_budget=10**6)
     past = TieredPast(
         facts, [(0, 5), (5, 6)], batch=1, page_tokens=1, grad_dtype=torch.float32, budget=budget,
         segment_tokens=2, check=False, lease=HostLease(budget.host_bytes, CPU),

@@ -59,7 +59,11 @@ def test_lora_dropout_is_the_same_in_both_passes(entry):
         return gradients(model)
 
     reference = step(7)
-    others = [step(7, gpu_kv_budget_bytes=1), step(7, keep_outputs_bytes=10**9)]
+    others = [
+        step(7, gpu_kv_budget_bytes=1),
+        step(7, gpu_keep_budget_bytes=0, host_budget_bytes=1),
+        step(7, recompute="chunk"),
+    ]
     model.gradient_checkpointing_enable({"use_reentrant": False})
     others.append(step(7))
     for other in others:

@@ -2,9 +2,18 @@
 
 from offload.arena import PinnedArena
 from offload.engine import Offloader
-from offload.host_memory import HostOutOfMemory
-from offload.lanes import Lanes, Mark, lanes_for
+from offload.host_memory import HostOutOfMemory, free_host_bytes
+from offload.lanes import Lanes, lanes_for
 from offload.saved import saved_on_host
 from offload.shelf import Shelf
 
-__all__ = ["HostOutOfMemory", "Lanes", "Mark", "Offloader", "PinnedArena", "Shelf", "lanes_for", "saved_on_host"]
+__all__ = [
+    "HostOutOfMemory",
+    "Lanes",
+    "Offloader",
+    "PinnedArena",
+    "Shelf",
+    "free_host_bytes",
+    "lanes_for",
+    "saved_on_host",
+]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class _Entry:
     left: Mark | None  # the copy to the host
     device: tuple[Tensor, ...] | None
     arrived: Mark | None
+    versions: list[int] = field(default_factory=list)
 
 
 class Shelf:
@@ -40,23 +42,24 @@ class Shelf:
         self._lanes, self._arena = lanes, arena
         self._room = device_bytes
         self._entries: dict[Hashable, _Entry] = {}
-        self._leaving: deque[tuple[Mark, tuple[Tensor, ...]]] = deque()
+        self._leaving: deque[tuple[Mark, tuple[Tensor, ...], list[int]]] = deque()
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._entries
 
-    def put(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
+    def put(self, key: Hashable, tensors: Sequence[Tensor], *, near: bool = False) -> None:
         """Put tensors of the device away. Enqueues copies; returns at once.
 
-        Raises: ValueError for a key that is taken
+        near: keep them on the device, whatever `device_bytes` says.
+        Raises: ValueError for a key that is taken; RuntimeError if what was put away before has been written to since
         """
         if key in self._entries:
             raise ValueError(f"expected a key that is free, got {key!r}, which holds something: drop it first")
         kept = tuple(x.detach() for x in tensors)
         size = sum(x.numel() * x.element_size() for x in kept)
-        if size <= self._room:
+        if near or size <= self._room:
             self._room -= size
-            self._entries[key] = _Entry(None, None, kept, None)
+            self._entries[key] = _Entry(None, None, kept, None, _versions(kept))
             return
         if self._arena is None:
             raise HostOutOfMemory(
@@ -65,11 +68,11 @@ class Shelf:
                 self._room,
                 self._room,
             )
-        kept = tuple(x.contiguous() for x in kept)
+        kept = tuple(x if x.is_contiguous() else x.contiguous() for x in kept)
         host = tuple(self._arena.take(x.shape, x.dtype) for x in kept)
         left = self._copy("out", host, kept, after=(self._lanes.mark("compute"),))
         self._entries[key] = _Entry(host, left, None, None)
-        self._leaving.append((left, kept))
+        self._leaving.append((left, kept, _versions(kept)))
         while len(self._leaving) > _LEAVING:
             self._let_go()
 
@@ -92,6 +95,8 @@ class Shelf:
         self.prefetch(key)
         entry = self._entries[key]
         assert entry.device is not None
+        if entry.host is None:
+            _check_unwritten(entry.device, entry.versions)
         if entry.arrived is not None:
             self._lanes.hold("compute", entry.arrived)
             entry.arrived = None
@@ -109,16 +114,25 @@ class Shelf:
         for x in entry.device:
             self._lanes.release(x)
 
+    def drop_where(self, condition: Callable[[Any], bool]) -> None:
+        """Drop every key that fulfils a condition."""
+        for key in [key for key in self._entries if condition(key)]:
+            self.drop(key)
+
     def clear(self) -> None:
         """Forget everything. The host bytes may be used again once the lanes have been synchronized."""
         for key in list(self._entries):
             self.drop(key)
         while self._leaving:
-            self._let_go()
+            left, tensors, _ = self._leaving.popleft()
+            self._lanes.hold("compute", left)
+            for x in tensors:
+                self._lanes.release(x)
 
     def _let_go(self) -> None:
-        left, tensors = self._leaving.popleft()
+        left, tensors, versions = self._leaving.popleft()
         self._lanes.hold("compute", left)
+        _check_unwritten(tensors, versions)
         for x in tensors:
             self._lanes.release(x)
 
@@ -129,3 +143,15 @@ class Shelf:
                     a.copy_(b, non_blocking=True)
 
         return self._lanes.run(lane, work, after=after)
+
+
+def _versions(tensors: tuple[Tensor, ...]) -> list[int]:
+    return [0 if x.is_inference() else x._version for x in tensors]
+
+
+def _check_unwritten(tensors: tuple[Tensor, ...], versions: list[int]) -> None:
+    if _versions(tensors) != versions:
+        raise RuntimeError(
+            "a tensor was written to in place after it was put away: what comes back would be neither the old nor the "
+            "new; put a clone away"
+        )

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from chunk_recur import State, chunk_recurrent, chunk_recurrent_backward
+from offload import Shelf
 
 from .batch import Batch, Chunks, prepare
 from .config import ChunkConfig
 from .held import Held
 from .hf import Parts, Unsupported, attention_installed, take_apart
 from .host import HostLease
+from .keep import Keep, KeepCosts, plan_keep
 from .loss import TokenLoss, cross_entropy
 from .main_grads import main_grads
+from .memory import Rooms, replays, rooms
 from .moe import Balance
 from .probe import Profile, learned_positions, probe, refuse_dropout, structure
+from .replay import Replay
 from .rope import HeldRope
 from .step import DecoderStep, PassContext, reentrant_checkpointing
-from .storage import TieredPast, divide
+from .storage import TieredPast, divide, one_page_bytes
 
 PROFILE = "_oomb_profile"
 
@@ -125,6 +129,8 @@ class _Run:
             self.held.check(self.parts.causal)
         with ExitStack() as stack:
             stack.enter_context(attention_installed(self.parts.causal))
+            if self.context.replay is not None:
+                stack.enter_context(self.context.replay.installed())
             stack.enter_context(self.rope.installed())
             if phase == "walk" and self.config.fp32_main_grads:
                 stack.enter_context(main_grads(self.parts.causal.parameters()))
@@ -169,9 +175,7 @@ def _prepare(
             'checkpointing with {"use_reentrant": False}, or set output_router_logits=False'
         )
     training = torch.is_grad_enabled() and any(p.requires_grad for p in parts.causal.parameters())
-    kept = _kept_chunks(profile, batch, chunks, config) if training else range(0)
-    past = _past(parts, profile, batch, chunks, config, training=training)
-    context = PassContext(past, profile, config, kept)
+    past, context = _storage(parts, profile, batch, chunks, config, training=training)
     rope = HeldRope(parts.decoder, last_position)
     held = Held.of(parts.causal)
     token_loss = loss_fn or cross_entropy
@@ -192,24 +196,32 @@ def _profile(parts: Parts, tokens: int) -> Profile:
     return cached[1]
 
 
-def _past(
+def _storage(
     parts: Parts, profile: Profile, batch: Batch, chunks: Chunks, config: ChunkConfig, *, training: bool
-) -> TieredPast:
+) -> tuple[TieredPast, PassContext]:
+    """Decide what lives where, then take the memory."""
     bounds = [chunks.bounds(i) for i in range(len(chunks))]
     rows = batch.ids.shape[0]
     dtypes = {facts.dtype for facts in profile.layers.values()}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     grad_dtype = config.grad_page_dtype or wide
-    budget = divide(
-        profile.layers,
-        pages=-(-bounds[-1][0] // config.page_tokens),
-        page_tokens=config.page_tokens,
+    pages = -(-bounds[-1][0] // config.page_tokens)
+    page_bytes = one_page_bytes(profile.layers, config.page_tokens, rows, grad_dtype if training else None)
+    room = rooms(
+        config,
+        parts,
+        profile,
+        chunk_tokens=chunks.chunk_tokens,
         batch=rows,
-        grad_dtype=grad_dtype if training else None,
-        device_budget=config.gpu_kv_budget_bytes,
-        host_budget=config.host_budget_bytes,
+        page_bytes=pages * page_bytes,
+        train=training,
     )
-    return TieredPast(
+    budget = divide(pages, page_bytes, len(profile.layers), device_budget=room.device_pages, host_budget=room.host)
+    layered = training and replays(config, profile) and not isinstance(parts.given, nn.parallel.DistributedDataParallel)
+    keep = _keep(parts, profile, rows, bounds, room, room.host - budget.host_bytes, layered=layered)
+    keep = keep if training else replace(keep, attention=range(0), layers=range(0), device_bytes=0, host_bytes=0)
+    lease = HostLease(budget.host_bytes + keep.host_bytes, parts.device)
+    past = TieredPast(
         profile.layers,
         bounds,
         batch=rows,
@@ -218,16 +230,31 @@ def _past(
         budget=budget,
         segment_tokens=config.segment_tokens,
         check=config.check_recompute,
-        lease=HostLease(budget.host_bytes, parts.device),
+        lease=lease,
     )
+    past.shelf = Shelf(lease.lanes, lease.arena, device_bytes=keep.device_bytes)
+    context = PassContext(past, profile, config, past.shelf, keep.attention)
+    if layered:
+        assert profile.stack is not None
+        layers = [parts.decoder.get_submodule(name) for name in profile.stack.names]
+        context.replay = Replay(layers, past.shelf, keep.layers, context.prefetch_kept)
+    return past, context
 
 
-def _kept_chunks(profile: Profile, batch: Batch, chunks: Chunks, config: ChunkConfig) -> range:
-    """The chunks whose attention outputs the budget keeps: the latest, whose attention costs the most.
-
-    The last chunk runs once and has nothing to keep.
-    """
-    per_token = sum(f.heads * (f.head_dim * f.dtype.itemsize + 4) for f in profile.layers.values()) * batch.ids.shape[0]
-    count = config.keep_outputs_bytes // max(per_token * chunks.chunk_tokens, 1)
-    last = len(chunks) - 1
-    return range(max(last - count, 0), last)
+def _keep(
+    parts: Parts,
+    profile: Profile,
+    rows: int,
+    bounds: list[tuple[int, int]],
+    room: Rooms,
+    host_bytes: int,
+    *,
+    layered: bool,
+) -> Keep:
+    facts = list(profile.layers.values())
+    stack = profile.stack if layered else None
+    flops = 0
+    if stack is not None:
+        flops = 2 * sum(p.numel() for p in parts.decoder.get_submodule(stack.names[0]).parameters())
+    costs = KeepCosts(facts[:-1] if layered else facts, stack, flops, rows)
+    return plan_keep(costs, bounds, device_bytes=room.device_kept, host_bytes=max(host_bytes, 0))

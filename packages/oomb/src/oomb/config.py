@@ -30,21 +30,23 @@ class ChunkConfig:
     accumulate: Literal["owner", "atomic"] = "owner"
     grad_page_dtype: torch.dtype | None = None  # None: float32, float64 for float64 models
     fp32_main_grads: bool = False  # sum parameter gradients over chunks in float32, round into .grad once
-    gpu_kv_budget_bytes: int | None = None  # KV and gradient pages on the device; None: all of them
-    host_budget_bytes: int | None = None  # the rest, in host memory; None: what is free
-    keep_outputs_bytes: int = 0  # attention outputs kept from the fill on the device, late chunks first
-    segment_tokens: int = 16384  # pages in host memory come through the device in runs of this many tokens
+    gpu_kv_budget_bytes: int | Literal["auto"] = "auto"  # KV and gradient pages on the device; "auto": what fits
+    gpu_keep_budget_bytes: int | Literal["auto"] = "auto"  # outputs of layers and attention kept from the fill
+    host_budget_bytes: int | Literal["auto"] = "auto"  # host memory for the rest of both; "auto": what is free
+    recompute: Literal["auto", "layer", "chunk"] = "auto"  # what the walk runs again at once; a layer takes less memory
+    segment_tokens: int = 32768  # pages in host memory come through the device in runs of this many tokens
     loss_tile_tokens: int | Literal["auto"] = "auto"
     check_recompute: bool = True  # compare recomputed keys with the stored ones
 
     def __post_init__(self) -> None:
         for name in ("page_tokens", "recent_pages", "segment_tokens"):
             _whole(name, getattr(self, name), 1)
-        for name in ("top_k_pages", "sink_pages", "first_sparse_layer", "keep_outputs_bytes"):
+        for name in ("top_k_pages", "sink_pages", "first_sparse_layer"):
             _whole(name, getattr(self, name), 0)
-        for name in ("gpu_kv_budget_bytes", "host_budget_bytes"):
-            if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 1, " byte, or None")
+        for name, least in (("gpu_kv_budget_bytes", 1), ("gpu_keep_budget_bytes", 0), ("host_budget_bytes", 1)):
+            if getattr(self, name) != "auto":
+                _whole(name, getattr(self, name), least, ' byte, or "auto"')
+        _one_of("recompute", self.recompute, ("auto", "layer", "chunk"))
         for name in ("chunk_tokens", "loss_tile_tokens"):
             if getattr(self, name) != "auto":
                 _whole(name, getattr(self, name), 1, ' or "auto"')

@@ -36,6 +36,12 @@ class HostLease:
             _give_back(arena, self.device)
 
 
+def spare_bytes() -> int:
+    """What is kept for the next loss: not free, but to be had."""
+    with _lock:
+        return sum(arena.nbytes for arena, _ in _spare)
+
+
 def close_spare() -> None:
     """Give the memory that is kept for the next loss back to the system."""
     with _lock:

@@ -19,7 +19,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from offload import Lanes, Mark, PinnedArena
+from offload import Lanes, PinnedArena
+from offload.lanes import Mark
 from paged_kv import Segment
 
 from .probe import LayerFacts

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .hf import MaskSpec, Parts, Unsupported, attention_installed
+from .layers import Stack, layer_stack
 from .loss import Head, cross_entropy
 from .masks import window_of
 from .moe import Balance, Router, router_of
@@ -46,11 +47,15 @@ class LayerFacts:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a chunked step knows of a model. `layers` is in the order in which the decoder calls them."""
+    """What a chunked step knows of a model. `layers` is in the order in which the decoder calls them.
+
+    stack: the decoder's layers, if each hands its output, one tensor, on to the next untouched
+    """
 
     layers: dict[int, LayerFacts]
     output_type: type
     router: Router | None
+    stack: Stack | None
 
 
 @dataclass
@@ -62,6 +67,7 @@ class _Probe:
     facts: dict[int, LayerFacts] = field(default_factory=dict)
     masks: dict[int, Callable] = field(default_factory=dict)
     calls: Counter = field(default_factory=Counter)
+    modules: dict[int, nn.Module] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
     length: int = 0
 
@@ -70,6 +76,7 @@ class _Probe:
     ) -> Tensor:
         layer = layer_index(module)
         self.calls[layer] += 1
+        self.modules[layer] = module
         self._note(module, layer, q, k, v, mask)
         self.past.setdefault(layer, []).append((k, v))
         k, v = (torch.cat(rows, 1) for rows in zip(*self.past[layer], strict=True))
@@ -157,6 +164,7 @@ def probe(parts: Parts, length: int) -> Profile:
         own = _own_run(parts, ids)
         with attention_installed(parts.causal):
             whole, one = _chunked_run(parts, ids, tokens, length)
+            stack = layer_stack(parts.decoder, one.modules, lambda: _chunked_run(parts, ids, tokens, length))
             chunked, many = _chunked_run(parts, ids, PROBE_CHUNK, length)
         logits = Head(parts, own.output_type)(own.hidden.flatten(0, 1))
     if not bool(torch.isfinite(own.hidden).all()):
@@ -181,7 +189,7 @@ def probe(parts: Parts, length: int) -> Profile:
         raise Unsupported(f"{name}: its logits depend on more than the decoder's last hidden state")
     router = router_of(parts.causal)
     _check_loss(name, own, ids, router, kind)
-    return Profile(many.facts, own.output_type, router)
+    return Profile(many.facts, own.output_type, router, stack)
 
 
 def learned_positions(decoder: nn.Module) -> int:

@@ -5,12 +5,13 @@ layers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from offload import Shelf
 from paged_kv import paged_attention
 from sparse_pages import PageSummary, select_pages
 
@@ -20,6 +21,7 @@ from .hf import Parts, Unsupported
 from .loss import Head, TokenLoss, tiled_loss
 from .moe import Balance
 from .probe import Profile, layer_index
+from .replay import Replay
 from .storage import TieredPast
 
 
@@ -31,13 +33,16 @@ class _TailSkipped(Exception):
 class PassContext:
     """What one loss's attention calls need; travels through the model's keywords.
 
-    Shapes: selections [B, G | 1, Q, K] int32 per chunk and layer; kept per chunk: layer -> (out, lse)
+    `kept_chunks`: whose attention outputs the shelf keeps from the first time on; `replay`: the layers' stand-ins.
+    Shapes: selections [B, G | 1, Q, K] int32 per chunk and layer
     """
 
     past: TieredPast
     profile: Profile
     config: ChunkConfig
+    shelf: Shelf
     kept_chunks: range
+    replay: Replay | None = None
     index: int = 0
     phase: str = "fill"
     skip_tail: bool = False
@@ -46,13 +51,14 @@ class PassContext:
     calls: Counter = field(default_factory=Counter)
     summaries: dict[int, PageSummary] = field(default_factory=dict)
     selections: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    kept: dict[int, MutableMapping[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     def begin(self, index: int, phase: str, documents: Tensor | None, first_token: int) -> None:
         self.index, self.phase, self.documents, self.first_token = index, phase, documents, first_token
         self.calls.clear()
         if phase == "walk":  # what frozen layers never took back belongs to chunks that are done
-            self.kept = {kept: outputs for kept, outputs in self.kept.items() if kept <= index}
+            self.shelf.drop_where(lambda key: key[-2] > index)
+        if self.replay is not None:
+            self.replay.begin(index)
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, mask: object, scale: float, sinks: Tensor | None
@@ -84,15 +90,26 @@ class PassContext:
             documents=self.documents,
             first_token=self.first_token,
             selected=selected,
-            kept=self._kept(),
+            kept=self._kept(layer),
             backend=self.config.backend,
             accumulate=self.config.accumulate,
         )
 
-    def _kept(self) -> MutableMapping[int, tuple[Tensor, Tensor]] | None:
-        if self.index not in self.kept_chunks:
+    def _kept(self, layer: int) -> MutableMapping[int, tuple[Tensor, Tensor]] | None:
+        # the last layer of a replayed chunk runs once, with its graph
+        if self.index not in self.kept_chunks or (self.replay is not None and layer == self.order[-1]):
             return None
-        return self.kept.setdefault(self.index, {})
+        return _KeptOutputs(self.shelf, self.index)
+
+    @property
+    def order(self) -> list[int]:
+        """Layers in the order of the decoder's calls."""
+        return list(self.profile.layers)
+
+    def prefetch_kept(self, index: int, place: int) -> None:
+        """Begin to fetch the attention output of the layer at `place`, if it is kept."""
+        if place >= 0:
+            self.shelf.prefetch(("attention", index, self.order[place]))
 
     def _selected(self, layer: int, window: int | None, q: Tensor, k: Tensor) -> Tensor | None:
         """Page ids of a sparse layer: chosen when the chunk is first seen, the same whenever it is seen again."""
@@ -113,6 +130,37 @@ class PassContext:
                 per_head=c.select_per_head,
             )
         return self.selections[key]
+
+
+class _KeptOutputs(MutableMapping[int, tuple[Tensor, Tensor]]):
+    """One chunk's attention outputs, layer -> (out, lse), on a shelf."""
+
+    def __init__(self, shelf: Shelf, index: int) -> None:
+        self.shelf, self.index = shelf, index
+
+    def __contains__(self, layer: object) -> bool:
+        return ("attention", self.index, layer) in self.shelf
+
+    def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
+        out, lse = self.shelf.get(("attention", self.index, layer))
+        return out, lse
+
+    def __setitem__(self, layer: int, value: tuple[Tensor, Tensor]) -> None:
+        self.shelf.put(("attention", self.index, layer), value)
+
+    def __delitem__(self, layer: int) -> None:
+        self.shelf.drop(("attention", self.index, layer))
+
+    def pop(self, layer: int, default: object = None) -> object:  # type: ignore[override]
+        """Drop it; nobody asks for what it was."""
+        del self[layer]
+        return default
+
+    def __iter__(self) -> Iterator[int]:
+        raise NotImplementedError("kept outputs are asked for one by one")
+
+    def __len__(self) -> int:
+        raise NotImplementedError("kept outputs are asked for one by one")
 
 
 @dataclass
@@ -143,7 +191,8 @@ class DecoderStep:
             output = self._decode(index, phase, ids, positions)
         except _TailSkipped:
             return self._tell(None, carried)
-        self._check_calls()
+        if self.context.replay is None or phase == "fill":
+            self._check_calls()
         loss = None
         if phase == "walk" or self.fill_loss:
             loss = tiled_loss(

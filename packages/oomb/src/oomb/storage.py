@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from offload import HostOutOfMemory, Lanes
+from offload import HostOutOfMemory, Lanes, Shelf
 from paged_kv import Segment
 
 from .host import HostLease
@@ -74,30 +74,23 @@ class Budget:
     host_bytes: int
 
 
-def divide(
-    layers: dict[int, LayerFacts],
-    *,
-    pages: int,
-    page_tokens: int,
-    batch: int,
-    grad_dtype: torch.dtype | None,
-    device_budget: int | None,
-    host_budget: int | None,
-) -> Budget:
+def one_page_bytes(layers: dict[int, LayerFacts], page_tokens: int, batch: int, grad_dtype: torch.dtype | None) -> int:
+    """Bytes of one page of every layer and sequence, keys, values and gradients (none for grad_dtype None)."""
+    grad_bytes = grad_dtype.itemsize if grad_dtype is not None else 0
+    width = sum(2 * f.kv_heads * f.head_dim * (f.dtype.itemsize + grad_bytes) for f in layers.values())
+    return batch * page_tokens * width
+
+
+def divide(pages: int, page_bytes: int, layers: int, *, device_budget: int | None, host_budget: int) -> Budget:
     """Share `pages` logical pages between the device and the host.
 
-    Units:  budgets in bytes, for all layers and sequences together
+    Units:  page_bytes for one page of all layers and sequences, as `one_page_bytes`; budgets in bytes, None: no limit
     Raises: HostOutOfMemory with the numbers, when what the device cannot take exceeds the host budget
     """
-    grad_bytes = grad_dtype.itemsize if grad_dtype is not None else 0
-    page_bytes = sum(
-        2 * batch * page_tokens * f.kv_heads * f.head_dim * (f.dtype.itemsize + grad_bytes) for f in layers.values()
-    )
     fits = pages if device_budget is None else min(pages, device_budget // max(page_bytes, 1))
     host_pages = pages - fits
-    tensors = 4 * len(layers)
-    host_bytes = host_pages * page_bytes + (256 * tensors if host_pages else 0)  # each tensor starts on a 256-byte line
-    if host_budget is not None and host_bytes > host_budget:
+    host_bytes = host_pages * page_bytes + (256 * 4 * layers if host_pages else 0)  # tensors start on 256-byte lines
+    if host_pages and host_bytes > host_budget:
         raise HostOutOfMemory(
             f"the past needs {pages} pages of {page_bytes:,} bytes: {fits} fit gpu_kv_budget_bytes={device_budget:,}, "
             f"the other {host_pages} need {host_bytes:,} bytes of host memory, but host_budget_bytes={host_budget:,}; "
@@ -137,6 +130,7 @@ class TieredPast:
         self.layers, self.bounds, self.batch, self.page_tokens = layers, bounds, batch, page_tokens
         self.grad_dtype, self.check = grad_dtype, check
         self.lease, self.lanes = lease, lease.lanes
+        self.shelf = Shelf(self.lanes, lease.arena)
         self.start = self.stop = 0
         self.phase = ""
         self.recomputed: dict[int, tuple[int, tuple[Tensor, Tensor]]] = {}
@@ -176,6 +170,7 @@ class TieredPast:
         self.near.kv.clear()
         self.near.grads.clear()
         self.recomputed, self.mismatch = {}, {}
+        self.shelf.clear()
         if self.far is not None:
             self.far.clear()
             self.far = None
