@@ -82,6 +82,16 @@ def test_beams_share_their_past():
         assert torch.equal(model.generate(**inputs, **cache.argument), want)
 
 
+def test_drafts_that_are_rejected_are_cut_off_again():
+    model = make("gpt_oss")
+    ids = torch.tensor([[5, 6, 7, 8, 9] * 3])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
+    want = model.generate(**inputs)
+    with PagedCache(model, tokens=200, page_tokens=16) as cache:
+        assert torch.equal(model.generate(**inputs, prompt_lookup_num_tokens=4, **cache.argument), want)
+        assert cache.kv.length(cache.kv.sequences[0]) == cache.get_seq_length() == 34
+
+
 def test_a_prefix_is_run_and_stored_once():
     """64 tokens of system prompt before six questions: their pages are there once, and the answers are the same."""
     model = make("qwen2")
