@@ -12,9 +12,11 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from oomb.checkpoint import save_checkpoint
 from oomb.cli import train as command
 from oomb.cli.main import main
 from oomb.progress import StepBar
+from oomb.tiny import byte_tokenizer, tiny_model
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -211,6 +213,22 @@ def test_a_backend_that_is_not_available_is_one_line_and_code_2(arguments, capsy
     assert main([*arguments, "--backend", "cudnn"]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert errors[-1].startswith("oomb: error: ") and "cudnn" in errors[-1]
+
+
+def test_a_context_beyond_the_models_positions_is_warned_of(arguments, tmp_path, capsys):
+    model = tiny_model(64, 0)
+    save_checkpoint(tmp_path / "model", model, byte_tokenizer())
+    assert main([*arguments, "--model", str(tmp_path / "model"), "--dry-run"]) == 0
+    assert "made for 64 positions; for more, set rope_type (yarn) or rope_theta" in capsys.readouterr().err
+    assert main([*arguments, "--model", str(tmp_path / "model"), "--rope-type", "yarn", "--dry-run"]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_too_little_host_memory_is_one_line_with_the_numbers(arguments, tmp_path, capsys):
+    assert main([*arguments, "--gpu-kv-budget-bytes", "1", "--host-budget-bytes", "1000"]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(errors) == 1 and errors[0].startswith("oomb: error: ") and "1000" in errors[0].replace(",", "")
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
 def test_help_names_every_setting(capsys):
