@@ -33,6 +33,7 @@ def test_dense_attention_over_consecutive_pages_is_for_cudnn():
         ({"past": UNKNOWN}, "consecutive"),
         ({"window": 128}, "window"),
         ({"documents": torch.zeros(1, 4096, dtype=torch.int32)}, "documents"),
+        ({"selected": torch.zeros(1, 1, 1, 1, dtype=torch.int32)}, "selection of pages"),
         ({"dtype": torch.float32}, "float32"),
         ({"dim": 256}, "256"),
         ({"tokens": 1}, "1 tokens"),
@@ -60,7 +61,6 @@ def test_deterministic_algorithms_are_honoured():
         ({"dim": 48}, "48"),
         ({"page": 100}, "100 tokens"),
         ({"capability": (7, 5)}, "compute capability"),
-        ({"selected": torch.zeros(1, 1, 1, 1, dtype=torch.int32)}, "selected"),
     ],
 )
 def test_what_no_kernel_serves_goes_to_the_reference(options, reason):

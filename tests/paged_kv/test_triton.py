@@ -21,7 +21,6 @@ from paged_kv import (
     triton_problem,
     triton_window_launch,
 )
-from paged_kv.past import Geometry
 from paged_kv.triton_tiles import Tile, tile_for
 
 pytestmark = pytest.mark.skipif(not triton_problem.INTERPRETED, reason="kernels are compiled in this process")
@@ -264,13 +263,6 @@ def test_what_is_not_supported_is_refused_before_anything_runs(change, match):
             past_grad=True, accumulate="owner",
         )  # fmt: skip
     assert all(torch.equal(x, case.earlier) for x in grads)
-
-
-def test_selected_pages_are_left_to_the_reference():
-    case = Case()
-    geometry = Geometry(0.1, case.lengths, case.page, selected=torch.zeros(1, 1, 2, 1, dtype=torch.int32))
-    with pytest.raises(ValueError, match='selected pages are not supported; use backend="reference"'):
-        triton_attention.forward(case.q, case.k, case.v, case.segments(), geometry)
 
 
 @pytest.mark.parametrize("window", [None, 20])

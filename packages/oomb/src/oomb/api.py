@@ -25,6 +25,7 @@ from .moe import Balance
 from .probe import Profile, learned_positions, probe, refuse_dropout, structure
 from .replay import Replay
 from .rope import HeldRope
+from .selection import Selection
 from .step import DecoderStep, PassContext, reentrant_checkpointing
 from .storage import TieredPast, divide, one_page_bytes
 
@@ -233,7 +234,8 @@ def _storage(
         lease=lease,
     )
     past.shelf = Shelf(lease.lanes, lease.arena, device_bytes=keep.device_bytes)
-    context = PassContext(past, profile, config, past.shelf, keep.attention)
+    selection = Selection(config, -(-bounds[-1][1] // config.page_tokens), profile.layers)
+    context = PassContext(past, profile, config, past.shelf, keep.attention, selection)
     if layered:
         assert profile.stack is not None
         layers = [parts.decoder.get_submodule(name) for name in profile.stack.names]

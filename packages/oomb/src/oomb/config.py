@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from sparse_pages import MOST_PAGES, Scorer
+
 AUTO_CHUNK_TOKENS = {"cuda": 8192, "cpu": 1024}
 
 
@@ -26,6 +28,7 @@ class ChunkConfig:
     sink_pages: int = 1
     first_sparse_layer: int = 0
     select_per_head: bool = False
+    scorer: Literal["mean", "minmax"] | Scorer = "mean"  # what a page is scored by: see sparse_pages.PageSummary
     backend: str = "auto"
     accumulate: Literal["owner", "atomic"] = "owner"
     grad_page_dtype: torch.dtype | None = None  # None: float32, float64 for float64 models
@@ -33,6 +36,7 @@ class ChunkConfig:
     gpu_kv_budget_bytes: int | Literal["auto"] = "auto"  # KV and gradient pages on the device; "auto": what fits
     gpu_keep_budget_bytes: int | Literal["auto"] = "auto"  # outputs of layers and attention kept from the fill
     host_budget_bytes: int | Literal["auto"] = "auto"  # host memory for the rest of both; "auto": what is free
+    gpu_selection_budget_bytes: int | None = None  # page summaries and selections on the device; None: all of them
     recompute: Literal["auto", "layer", "chunk"] = "auto"  # what the walk runs again at once; a layer takes less memory
     segment_tokens: int = 32768  # pages in host memory come through the device in runs of this many tokens
     loss_tile_tokens: int | Literal["auto"] = "auto"
@@ -50,6 +54,15 @@ class ChunkConfig:
         for name in ("chunk_tokens", "loss_tile_tokens"):
             if getattr(self, name) != "auto":
                 _whole(name, getattr(self, name), 1, ' or "auto"')
+        if self.gpu_selection_budget_bytes is not None:
+            _whole("gpu_selection_budget_bytes", self.gpu_selection_budget_bytes, 0, ", or None")
+        if self.top_k_pages + self.recent_pages + self.sink_pages > MOST_PAGES:
+            raise ValueError(
+                f"top_k_pages + recent_pages + sink_pages must be at most {MOST_PAGES} pages, got {self.top_k_pages} + "
+                f'{self.recent_pages} + {self.sink_pages}; with a budget that large use attention="dense"'
+            )
+        if not isinstance(self.scorer, Scorer) or isinstance(self.scorer, type):
+            _one_of("scorer", self.scorer, ("mean", "minmax"))
         _one_of("attention", self.attention, ("dense", "sparse"))
         _one_of("accumulate", self.accumulate, ("owner", "atomic"))
         _one_of("backend", self.backend, ("auto", "reference", "triton", "cudnn"))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from offload import Shelf
 from paged_kv import paged_attention
-from sparse_pages import PageSummary, select_pages
 
 from .batch import Batch, Chunk, Chunks
 from .config import ChunkConfig
@@ -22,6 +21,7 @@ from .loss import Head, TokenLoss, tiled_loss
 from .moe import Balance
 from .probe import Profile, layer_index
 from .replay import Replay
+from .selection import Selection
 from .storage import TieredPast
 
 
@@ -34,7 +34,7 @@ class PassContext:
     """What one loss's attention calls need; travels through the model's keywords.
 
     `kept_chunks`: whose attention outputs the shelf keeps from the first time on; `replay`: the layers' stand-ins.
-    Shapes: selections [B, G | 1, Q, K] int32 per chunk and layer
+    Shapes: documents [B, C] int, real [B, C] bool, or None
     """
 
     past: TieredPast
@@ -42,21 +42,22 @@ class PassContext:
     config: ChunkConfig
     shelf: Shelf
     kept_chunks: range
+    selection: Selection
     replay: Replay | None = None
     index: int = 0
     phase: str = "fill"
     skip_tail: bool = False
     documents: Tensor | None = None
+    real: Tensor | None = None
     first_token: int = 0
     calls: Counter = field(default_factory=Counter)
-    summaries: dict[int, PageSummary] = field(default_factory=dict)
-    selections: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    def begin(self, index: int, phase: str, documents: Tensor | None, first_token: int) -> None:
-        self.index, self.phase, self.documents, self.first_token = index, phase, documents, first_token
+    def begin(self, index: int, phase: str, documents: Tensor | None, real: Tensor | None, first_token: int) -> None:
+        self.index, self.phase, self.documents, self.real, self.first_token = index, phase, documents, real, first_token
         self.calls.clear()
         if phase == "walk":  # what frozen layers never took back belongs to chunks that are done
             self.shelf.drop_where(lambda key: key[-2] > index)
+            self.selection.begin_walk(index, len(self.past.bounds) - 1)
         if self.replay is not None:
             self.replay.begin(index)
 
@@ -75,7 +76,7 @@ class PassContext:
             self.past.append(layer, k.detach(), v.detach())
         else:
             self.past.compare(layer, k, v)
-        selected = self._selected(layer, facts.window, q, k)
+        selected = self.selection.choose(self.index, layer, q, k, self.past.start, self.real, self.documents)
         if self.skip_tail and self.phase == "fill" and self.calls.total() == len(self.profile.layers):
             raise _TailSkipped
         return paged_attention(
@@ -110,26 +111,6 @@ class PassContext:
         """Begin to fetch the attention output of the layer at `place`, if it is kept."""
         if place >= 0:
             self.shelf.prefetch(("attention", index, self.order[place]))
-
-    def _selected(self, layer: int, window: int | None, q: Tensor, k: Tensor) -> Tensor | None:
-        """Page ids of a sparse layer: chosen when the chunk is first seen, the same whenever it is seen again."""
-        c = self.config
-        if c.attention != "sparse" or window is not None or layer < c.first_sparse_layer:
-            return None
-        key = (self.index, layer)
-        if key not in self.selections:
-            summary = self.summaries.setdefault(layer, PageSummary(c.page_tokens))
-            summary.append(k.detach())
-            self.selections[key] = select_pages(
-                q.detach(),
-                summary,
-                past_pages=self.past.start // c.page_tokens,
-                top_k=c.top_k_pages,
-                recent=c.recent_pages,
-                sinks=c.sink_pages,
-                per_head=c.select_per_head,
-            )
-        return self.selections[key]
 
 
 class _KeptOutputs(MutableMapping[int, tuple[Tensor, Tensor]]):
@@ -185,7 +166,8 @@ class DecoderStep:
         device = self.parts.device
         documents = None if chunk.documents is None else chunk.documents.to(device)
         first_token = 0 if chunk.documents is None else int(chunk.documents.min())
-        self.context.begin(index, phase, documents, first_token)
+        real = None if chunk.real is None else chunk.real.to(device)
+        self.context.begin(index, phase, documents, real, first_token)
         ids, positions = chunk.ids.to(device), chunk.positions.to(device)
         try:
             output = self._decode(index, phase, ids, positions)

@@ -48,15 +48,13 @@ def _why_not_triton(q: Tensor, geometry: Geometry) -> str | None:
         return f"no kernel has head dim {q.shape[3]}"
     if geometry.page_tokens not in (64, 128):
         return f"no kernel has pages of {geometry.page_tokens} tokens"
-    if geometry.selected is not None:
-        return "only the reference attends to selected pages"
     return None
 
 
 def _why_not_cudnn(q: Tensor, geometry: Geometry, past: PastSource) -> str | None:
-    for name in ("window", "documents"):
+    for name in ("window", "documents", "selected"):
         if getattr(geometry, name) is not None:
-            return f"cuDNN has no {name}"
+            return f"cuDNN has no {'selection of pages' if name == 'selected' else name}"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"cuDNN does not compute in {q.dtype}"
     if torch.are_deterministic_algorithms_enabled():

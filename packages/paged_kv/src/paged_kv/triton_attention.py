@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from . import triton_sparse
 from .past import Geometry, Segment
 from .triton_launch import dkdv_launch, dq_launch, forward_launch
 from .triton_problem import INTERPRETED, Partial, Problem, Rows, on_device
@@ -44,6 +45,9 @@ def forward(
     """
     _check_call(q, geometry)
     p = Problem.of(q, k, v, geometry)
+    if geometry.selected is not None:
+        with on_device(q):
+            return triton_sparse.forward(p, _with_own(segments, geometry), sinks)
     out = torch.empty_like(p.q)
     lse = torch.empty(p.batch, q.shape[2], p.tokens, device=q.device, dtype=torch.float32)
     carry: Partial | None = None
@@ -99,6 +103,10 @@ def backward_with_sinks(
     _check_call(q, geometry)
     p = Problem.of(q, k, v, geometry)
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
+    if geometry.selected is not None:
+        launches = _with_own(_checked(segments, accumulate) if past_grad else segments, geometry)
+        with on_device(q):
+            return triton_sparse.backward(p, launches, dout, out, lse, sinks, past_grad=past_grad)
     dq = torch.empty_like(p.q)
     # Atomic adds need something to add to; an owner stores to every place once.
     make = torch.zeros if accumulate == "atomic" else torch.empty
@@ -134,8 +142,6 @@ def _check_call(q: Tensor, geometry: Geometry) -> None:
         problem = f"expected head dim in {HEAD_DIMS}, got {q.shape[3]}"
     elif geometry.page_tokens not in PAGE_TOKENS:
         problem = f"expected pages of {' or '.join(map(str, PAGE_TOKENS))} tokens, got {geometry.page_tokens}"
-    elif geometry.selected is not None:
-        problem = "selected pages are not supported"
     if problem is not None:
         raise ValueError(f'paged_attention, backend "triton": {problem}; use backend="reference"')
 
@@ -150,6 +156,12 @@ def _check_gradients(segment: Segment, accumulate: str) -> None:
                 f'paged_attention, backend "triton": accumulate="atomic" needs float32 gradient pages, got '
                 f'{pages.dtype}; use accumulate="owner"'
             )
+
+
+def _checked(segments: Iterable[Segment], accumulate: str) -> Iterator[Segment]:
+    for segment in segments:
+        _check_gradients(segment, accumulate)
+        yield segment
 
 
 def _with_own(segments: Iterable[Segment], geometry: Geometry) -> Iterator[tuple[Segment | None, bool]]:

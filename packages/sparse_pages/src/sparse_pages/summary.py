@@ -7,7 +7,8 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from sparse_pages.exact import largest_dot, ordered_sum
+from sparse_pages.exact import LEAST_EXPONENT, MOST_EXPONENT, integer_bits, largest_dot, ordered_sum, sum_in_turn
+from sparse_pages.gpu import triton_for
 
 TILE_ELEMENTS = 1 << 22  # at most so many query-page products, or elements of keys, in the works at once
 
@@ -59,11 +60,17 @@ class PageSummary:
     two functions of `Scorer`. A page is summarized once, when its last key is there, so the summary is bit for bit
     the same however the keys were cut into chunks. What is kept does not require grad.
 
+    With `on_host` the summaries lie in host memory (pinned, where the keys are on a GPU) and come to the keys' device
+    when pages are scored, some at a time.
+
     Units:  page_tokens, tokens in tokens; pages counts the complete ones
     Raises: ValueError for a page length that is not a positive integer, or an unknown scorer
     """
 
-    def __init__(self, page_tokens: int, scorer: Literal["mean", "minmax"] | Scorer = "mean") -> None:
+    def __init__(
+        self, page_tokens: int, scorer: Literal["mean", "minmax"] | Scorer = "mean", *, on_host: bool = False
+    ) -> None:
+        self.on_host = on_host
         self.page_tokens = check_integer("page_tokens", page_tokens, 1)
         self.scorer = _scorer(scorer)
         self._tail: Tensor | None = None  # [B, < P, G, D]: keys of the page that is not complete
@@ -100,44 +107,63 @@ class PageSummary:
             self._tail = tail
         return self.tokens
 
-    def scores(self, q: Tensor, first_page: int = 0, last_page: int | None = None) -> Tensor:
+    def scores(
+        self, q: Tensor, first_page: int = 0, last_page: int | None = None, real: Tensor | None = None
+    ) -> Tensor:
         """How much each block of queries wants each of the pages [first_page, last_page).
 
         score(block, page) = the largest, over the block's queries, of Σ over the query heads of a KV head of
         query_features · page_features. A block is page_tokens queries; the last may have fewer.
 
-        Shapes: q [B, C, H, D], its first query the first of a block; Q = ceil(C / page_tokens), N pages
-        Returns: [B, G, Q, N] float64, the same bits however the queries and pages are cut, and on every device
-        Raises: ValueError if q does not fit the keys, or the pages are not there
+        Shapes: q [B, C, H, D], its first query the first of a block; Q = ceil(C / page_tokens), N pages; real [B, C]
+            bool, which queries count (padding does not); default all
+        Returns: [B, G, Q, N] float64, the same bits however the queries and pages are cut, and on every device; -inf
+            for a block of which no query counts
+        Raises: ValueError if q or real does not fit, or the pages are not there
         """
-        self.check_queries(q)
+        self.check_queries(q, real)
         last_page = self._pages if last_page is None else last_page
         if not 0 <= first_page <= last_page <= self._pages:
             raise ValueError(f"pages [{first_page}, {last_page}) are not among the {self._pages} complete pages")
+        with torch.no_grad(), torch.inference_mode(False), torch.autocast(q.device.type, enabled=False):
+            if first_page == last_page:
+                blocks = -(-q.shape[1] // self.page_tokens)
+                return q.new_empty(q.shape[0], self._like().shape[2], blocks, 0, dtype=torch.float64)
+            assert self._features is not None
+            kernels = triton_for(q)
+            if kernels is None:
+                return self._tiled_scores(q, first_page, last_page, real)
+            bits, bounds = integer_bits(self._features.shape[3]), (LEAST_EXPONENT, MOST_EXPONENT)
+            queries = q.detach() if type(self.scorer) is MeanKey else self._of_queries(q)
+            pages = self._features[:, first_page:last_page].to(q.device, non_blocking=True)
+            return kernels.scores(queries, pages, self.page_tokens, bits, bounds, real)
+
+    def _tiled_scores(self, q: Tensor, first_page: int, last_page: int, real: Tensor | None) -> Tensor:
+        assert self._features is not None
         B, C, _, _ = q.shape
         G, P = self._like().shape[2], self.page_tokens
         N, Q = last_page - first_page, -(-C // P)
-        with torch.no_grad(), torch.inference_mode(False), torch.autocast(q.device.type, enabled=False):
-            out = torch.empty(B, G, Q, N, dtype=torch.float64, device=q.device)
-            if N == 0:
-                return out
-            page_step = min(N, max(1, TILE_ELEMENTS // (B * G * P)))
-            block_step = max(1, TILE_ELEMENTS // (B * G * P * page_step))
-            assert self._features is not None
-            for i in range(0, Q, block_step):
-                queries = self._query_features(q[:, i * P : (i + block_step) * P])
-                for j in range(0, N, page_step):
-                    pages = self._features[:, first_page + j : min(first_page + j + page_step, last_page)]
-                    tile = out[:, :, i : i + block_step, j : j + page_step]
-                    whole = queries.shape[1] // P * P  # the ragged end is a block of its own length
-                    if whole:
-                        tile[:, :, : whole // P] = largest_dot(queries[:, :whole].unflatten(1, (-1, P)), pages)
-                    if whole < queries.shape[1]:
-                        tile[:, :, whole // P :] = largest_dot(queries[:, None, whole:], pages)
+        out = torch.empty(B, G, Q, N, dtype=torch.float64, device=q.device)
+        page_step = min(N, max(1, TILE_ELEMENTS // (B * G * P)))
+        block_step = max(1, TILE_ELEMENTS // (B * G * P * page_step))
+        for i in range(0, Q, block_step):
+            tokens = slice(i * P, (i + block_step) * P)
+            queries = sum_in_turn(self._of_queries(q[:, tokens]).unflatten(2, (G, -1)), 3)
+            counted = None if real is None else real[:, tokens]
+            whole = queries.shape[1] // P * P  # the ragged end is a block of its own length
+            for j in range(0, N, page_step):
+                pages = self._features[:, first_page + j : min(first_page + j + page_step, last_page)].to(q.device)
+                tile = out[:, :, i : i + block_step, j : j + page_step]
+                if whole:
+                    flags = None if counted is None else counted[:, :whole].unflatten(1, (-1, P))
+                    tile[:, :, : whole // P] = largest_dot(queries[:, :whole].unflatten(1, (-1, P)), pages, flags)
+                if whole < queries.shape[1]:
+                    flags = None if counted is None else counted[:, None, whole:]
+                    tile[:, :, whole // P :] = largest_dot(queries[:, None, whole:], pages, flags)
         return out
 
-    def check_queries(self, q: Tensor) -> None:
-        """Raise ValueError unless q [B, C, H, D] goes with the keys appended."""
+    def check_queries(self, q: Tensor, real: Tensor | None = None) -> None:
+        """Raise ValueError unless q [B, C, H, D] goes with the keys appended, and real [B, C] with q."""
         like = self._like()
         B, _, G, D = like.shape
         if not isinstance(q, Tensor) or q.dim() != 4 or not q.is_floating_point() or 0 in q.shape:
@@ -146,6 +172,12 @@ class PageSummary:
             raise ValueError(f"q must be [{B}, C, a multiple of {G}, {D}] to go with the keys, got {tuple(q.shape)}")
         if q.device != like.device:
             raise ValueError(f"q must be on {like.device} as the keys are, got {q.device}")
+        if real is None:
+            return
+        if not isinstance(real, Tensor) or real.dtype != torch.bool or real.shape != q.shape[:2]:
+            raise ValueError(f"real must be a bool tensor [{B}, {q.shape[1]}], one for each query, got {_name(real)}")
+        if real.device != q.device:
+            raise ValueError(f"real must be on {q.device} as q is, got {real.device}")
 
     def _like(self) -> Tensor:
         """A tensor [B, some, G, D] with the keys' dtype and device."""
@@ -168,25 +200,32 @@ class PageSummary:
         width = None if self._features is None else self._features.shape[3]
         return _checked(features, "page_features", (keys.shape[0], keys.shape[1], keys.shape[3]), width)
 
-    def _query_features(self, q: Tensor) -> Tensor:
-        """[B, C, G, F]: summed over the query heads of each KV head, in fixed order."""
+    def _of_queries(self, q: Tensor) -> Tensor:
+        """[B, C, H, F]"""
         assert self._features is not None
-        _, _, G, F = self._features.shape
-        features = _checked(self.scorer.query_features(_wide(q)), "query_features", tuple(q.shape[:3]), F)
-        return ordered_sum(features.unflatten(2, (G, -1)), 3)
+        width = self._features.shape[3]
+        return _checked(self.scorer.query_features(_wide(q)), "query_features", tuple(q.shape[:3]), width)
 
     def _store(self, features: list[Tensor], new_pages: int) -> None:
         if not features:
             return
-        B, _, G, F = features[0].shape
         total = self._pages + new_pages
         if self._features is None or self._features.shape[1] < total:
-            room = features[0].new_empty(B, max(total, 2 * self._pages), G, F)
+            room = self._room(features[0], max(total, 2 * self._pages))
             if self._features is not None:
                 room[:, : self._pages] = self._features[:, : self._pages]
             self._features = room
-        self._features[:, self._pages : total] = torch.cat(features, 1)
+        self._features[:, self._pages : total].copy_(torch.cat(features, 1), non_blocking=True)
         self._pages = total
+
+    def _room(self, like: Tensor, pages: int) -> Tensor:
+        """Memory for so many pages' features."""
+        B, _, G, F = like.shape
+        if not self.on_host:
+            return like.new_empty(B, pages, G, F)
+        if like.is_cuda and self._features is not None:  # what is about to be copied by the host may be on its way
+            torch.cuda.current_stream(like.device).synchronize()
+        return torch.empty(B, pages, G, F, dtype=like.dtype, pin_memory=like.is_cuda)
 
 
 def check_integer(name: str, value: object, least: int) -> int:
