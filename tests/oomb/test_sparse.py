@@ -4,6 +4,8 @@ else.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +15,12 @@ from tests.models import build, configs
 from tests.numerics import gradient_errors, gradients, relative
 from tests.oomb.test_exact import tokens
 
-from oomb import ChunkConfig, chunked_backward, chunked_loss
+from oomb import ChunkConfig, chunked_backward, chunked_loss, selection
+from oomb import step as step_module
+from oomb.cli.main import main
+from oomb.storage import TieredPast
+from oomb.tiny import byte_tokenizer
+from sparse_pages import PageSummary
 
 NAMES = ["qwen2", "qwen2_window", "gpt_oss", "qwen3_moe"]
 
@@ -179,6 +186,72 @@ def test_documents_within_blocks_do_not_depend_on_the_chunk():
 def test_bad_settings(change, match):
     with pytest.raises(ValueError, match=match):
         ChunkConfig(attention="sparse", **change)
+
+
+def test_pages_are_chosen_once_and_found_again(monkeypatch):
+    """Once for each chunk and layer, checkpointing or not; the walk reads what the fill chose."""
+    chosen, read = Counter(), {}
+    choose, attend = selection.select_pages, step_module.paged_attention
+
+    def watched(q, summary, **options):
+        chosen[id(summary), options["past_pages"]] += 1
+        return choose(q, summary, **options)
+
+    def reading(q, k, v, past, layer, *, selected, **options):
+        read.setdefault((layer, past.start), []).append(selected)
+        return attend(q, k, v, past, layer, selected=selected, **options)
+
+    monkeypatch.setattr(selection, "select_pages", watched)
+    monkeypatch.setattr(step_module, "paged_attention", reading)
+    model, ids = build(configs()["qwen2"]), tokens(2, 43)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    step(model, ids, sparse(8, gpu_selection_budget_bytes=100))
+    assert set(chosen.values()) == {1} and len(chosen) == 6 * len(model.model.layers)
+    assert all(len(lists) >= 2 for lists in read.values())
+    assert all(torch.equal(lists[0], other) for lists in read.values() for other in lists[1:])
+
+
+def test_windowed_layers_choose_nothing_and_fetch_their_window_only(monkeypatch):
+    model, ids = build(configs()["gpt_oss"]), tokens(1, 60)
+    windows = [layer for layer, kind in enumerate(model.config.layer_types) if kind == "sliding_attention"]
+    assert windows and len(windows) < len(model.config.layer_types)
+    firsts, asked = {}, set()
+    segments, choose = TieredPast.segments, PageSummary.append
+
+    def watched(self, layer, phase, first_page=0):
+        firsts.setdefault(layer, set()).add((self.start, first_page))
+        return segments(self, layer, phase, first_page)
+
+    monkeypatch.setattr(TieredPast, "segments", watched)
+    monkeypatch.setattr(PageSummary, "append", lambda self, k: (asked.add(id(self)), choose(self, k))[1])
+    step(model, ids, sparse(8))
+    assert len(asked) == len(model.config.layer_types) - len(windows)
+    for layer in windows:  # a window of 9 tokens, pages of 4
+        assert all(first >= max(start - 8, 0) // 4 for start, first in firsts[layer])
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt_oss"])
+def test_the_command_line(kind, tmp_path, capsys):
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = configs()[kind]
+    config.vocab_size = len(tokenizer)
+    build(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(300)))
+    paths = [
+        "--model",
+        str(tmp_path / "model"),
+        "--data",
+        str(tmp_path / "text.txt"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    sizes = ["--context", "256", "--chunk-tokens", "64", "--page-tokens", "16", "--steps", "2", "--device", "cpu"]
+    budget = ["--attention", "sparse", "--top-k-pages", "2", "--recent-pages", "2", "--scorer", "minmax"]
+    code = main(["train", *paths, *sizes, *budget, "--gpu-selection-budget-bytes", "1KB", "--generate-tokens", "0"])
+    assert code == 0, capsys.readouterr().err
+    settings = (tmp_path / "out" / "settings.yaml").read_text()
+    assert "attention: sparse" in settings and "scorer: minmax" in settings
 
 
 @pytest.mark.cuda

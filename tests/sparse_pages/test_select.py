@@ -31,6 +31,10 @@ def cases(draw):
     dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
     budget = {"top_k": draw(st.integers(0, 6)), "recent": draw(st.integers(1, 4)), "sinks": draw(st.integers(0, 4))}
     options = {"past_pages": past, "per_head": draw(st.booleans()), **budget}
+    if draw(st.booleans()):
+        options["real"] = torch.rand(B, C, generator=generator) < draw(st.sampled_from([0.3, 0.9]))
+    if draw(st.booleans()):
+        options["first_pages"] = torch.randint(0, past + -(-C // P) + 1, (B, -(-C // P)), generator=generator)
     return q.to(dtype), k.to(dtype), P, draw(st.sampled_from(SCORERS)), options
 
 
@@ -54,13 +58,15 @@ def test_promises(case):
     assert ids.shape == (q.shape[0], k.shape[2] if options["per_head"] else 1, Q, top_k + recent + sinks)
     for b in range(Q):
         block = past + b
-        for pages in ids[:, :, b].flatten(0, 1).tolist():
-            present = [page for page in pages if page >= 0]
-            assert pages == present + [-1] * (len(pages) - len(present))
-            assert present == sorted(set(present)) and present[-1] == block
-            always = {p for p in range(block + 1) if p < sinks or p > block - recent}
-            assert always <= set(present)
-            assert len(present) == min(block + 1, len(always) + top_k)
+        for row in range(q.shape[0]):
+            first = min(block, int(options["first_pages"][row, b])) if "first_pages" in options else 0
+            for pages in ids[row, :, b].tolist():
+                present = [page for page in pages if page >= 0]
+                assert pages == present + [-1] * (len(pages) - len(present))
+                assert present == sorted(set(present)) and present[-1] == block and present[0] >= first
+                always = {p for p in range(first, block + 1) if p < first + sinks or p > block - recent}
+                assert always <= set(present)
+                assert len(present) == min(block + 1 - first, len(always) + top_k)
 
 
 @given(
@@ -178,6 +184,26 @@ def test_memory_of_a_long_table_is_bounded(monkeypatch):
     assert sum(seen) > 7 * module.TILE_ELEMENTS and max(seen) <= module.TILE_ELEMENTS
 
 
+def test_what_is_padding_or_before_the_first_page_is_of_no_consequence():
+    """A document that begins with a page is served as if it were alone, whatever padding stands behind it."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 40, 4, 8, generator=generator), torch.randn(1, 40, 2, 8, generator=generator)
+    options = {"top_k": 2, "recent": 1, "sinks": 1}
+    alone = select_pages(q, summarized(k, 4), past_pages=0, **options)
+    packed_k = torch.cat([torch.randn(1, 24, 2, 8), k, torch.randn(1, 9, 2, 8)], 1)
+    packed_q = torch.cat([q[:, 1:39], 50 * torch.randn(1, 2, 4, 8)], 1)
+    real = (torch.arange(40) < 38)[None]
+    first = torch.full((1, 10), 6)
+    shifted = select_pages(q, summarized(packed_k, 4), past_pages=6, first_pages=first, **options)
+    assert torch.equal(torch.where(shifted < 0, -1, shifted - 6), alone)
+    options |= {"past_pages": 0}
+    table = summarized(k, 4)
+    for filler in (0.0, 100.0, float("nan")):
+        packed_q[:, 38:] = filler
+        part = select_pages(packed_q, table, real=real, **options)
+        assert torch.equal(part, select_pages(packed_q[:, :38], table, **options))
+
+
 BUDGET = {"past_pages": 1, "top_k": 1, "recent": 1, "sinks": 1}
 
 
@@ -211,6 +237,18 @@ def test_bad_queries_and_summary():
             select_pages(q, summary, **BUDGET)
     with pytest.raises(ValueError, match="summary must be a PageSummary"):
         select_pages(torch.zeros(1, 4, 2, 2), None, **BUDGET)
+
+
+def test_bad_flags_and_too_large_a_budget():
+    summary, q = summarized(torch.zeros(1, 8, 1, 2), 4), torch.zeros(1, 6, 1, 2)
+    for real in (torch.ones(1, 5, dtype=torch.bool), torch.ones(1, 6), "all"):
+        with pytest.raises(ValueError, match="real must be a bool tensor"):
+            select_pages(q, summary, **BUDGET, real=real)
+    for first in (torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, 2), [0, 0]):
+        with pytest.raises(ValueError, match="first_pages must be an int tensor"):
+            select_pages(q, summary, **BUDGET, first_pages=first)
+    with pytest.raises(ValueError, match="at most 65536 pages"):
+        select_pages(q, summary, **{**BUDGET, "top_k": 2**16})
 
 
 @pytest.mark.cuda

@@ -218,3 +218,14 @@ def test_bad_scores():
     for q in (*bad, torch.zeros(4, 2, 2), torch.zeros(1, 4, 2, 2, dtype=int), torch.zeros(1, 4, 2, 2, device="meta")):
         with pytest.raises(ValueError, match="q must be"):
             summary.scores(q)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_summaries_in_host_memory(device):
+    q, k = random(2, 12, 4, 8).to(device), random(2, 90, 2, 8).to(device)
+    here, there = PageSummary(4), PageSummary(4, on_host=True)
+    for part in k.split(17, 1):
+        here.append(part)
+        there.append(part)
+    assert there._features.device.type == "cpu" and there._features.is_pinned() == (device == "cuda")
+    assert torch.equal(here.scores(q), there.scores(q)) and torch.equal(here.scores(q, 3, 7), there.scores(q, 3, 7))

@@ -54,7 +54,7 @@ def cases(draw):
 
 
 @interpreted
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(cases(), st.sampled_from([16, 4096]))
 def test_the_same_bits_as_the_plain_code(case, tile):
     q, k, P, scorer, options = case

@@ -27,11 +27,15 @@ def page_score(q: Tensor, k: Tensor, scorer: Literal["mean", "minmax"]) -> float
     return best
 
 
-def block_scores(q: Tensor, k: Tensor, page_tokens: int, scorer: Literal["mean", "minmax"]) -> list:
+def block_scores(
+    q: Tensor, k: Tensor, page_tokens: int, scorer: Literal["mean", "minmax"], real: Tensor | None = None
+) -> list:
     """Scores [B][G][Q][N] of all complete pages.
 
-    Shapes: q [B, C, H, D], starting at a block; k [B, T, G, D]
+    Shapes: q [B, C, H, D], starting at a block; k [B, T, G, D]; real [B, C] bool, which queries count
     """
+    if real is None:
+        real = torch.ones(q.shape[:2], dtype=torch.bool)
     B, C, H, _ = q.shape
     T, G = k.shape[1:3]
     P, R = page_tokens, H // G
@@ -39,7 +43,7 @@ def block_scores(q: Tensor, k: Tensor, page_tokens: int, scorer: Literal["mean",
         [
             [
                 [
-                    page_score(q[b, i : i + P, g * R : (g + 1) * R], k[b, j : j + P, g], scorer)
+                    page_score(q[b, i : i + P, g * R : (g + 1) * R][real[b, i : i + P]], k[b, j : j + P, g], scorer)
                     for j in range(0, T // P * P, P)
                 ]
                 for i in range(0, C, P)
@@ -61,22 +65,27 @@ def select_pages(
     recent: int,
     sinks: int,
     per_head: bool = False,
+    real: Tensor | None = None,
+    first_pages: Tensor | None = None,
 ) -> Tensor:
     """The pages that each block of queries reads.
 
-    Shapes: q [B, C, H, D]; k [B, T, G, D], all keys from position 0
+    Shapes: q [B, C, H, D]; k [B, T, G, D], all keys from position 0; real [B, C] bool; first_pages [B, Q] int
     Returns: [B, G if per_head else 1, Q, sinks + recent + top_k] int32
     """
     out = []
-    for heads in block_scores(q, k, page_tokens, scorer):
+    for b, heads in enumerate(block_scores(q, k, page_tokens, scorer, real)):
         if not per_head:
             heads = [[[sum(column) for column in zip(*rows)] for rows in zip(*heads)]]
-        out.append([[_list(row, past_pages + i, top_k, recent, sinks) for i, row in enumerate(rows)] for rows in heads])
+        starts = [0] * len(heads[0]) if first_pages is None else first_pages[b].tolist()
+        blocks = [past_pages + i for i in range(len(heads[0]))]
+        out.append([[_list(*one, top_k, recent, sinks) for one in zip(rows, blocks, starts)] for rows in heads])
     return torch.tensor(out, dtype=torch.int32)
 
 
-def _list(scores: list[float], block: int, top_k: int, recent: int, sinks: int) -> list[int]:
-    pages = {page for page in range(block + 1) if page < sinks or page > block - recent}
-    between = [page for page in range(block + 1) if page not in pages]
+def _list(scores: list[float], block: int, first: int, top_k: int, recent: int, sinks: int) -> list[int]:
+    first = min(first, block)  # a block always reads its own page
+    pages = {page for page in range(first, block + 1) if page < first + sinks or page > block - recent}
+    between = [page for page in range(first, block + 1) if page not in pages]
     pages |= set(sorted(between, key=lambda page: (-scores[page], page))[:top_k])
     return sorted(pages) + [-1] * (sinks + recent + top_k - len(pages))

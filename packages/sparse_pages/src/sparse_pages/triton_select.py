@@ -253,14 +253,16 @@ def scores(
     blocks = triton.cdiv(tokens, page_tokens)
     out = torch.empty(batch, groups, blocks, count, dtype=torch.float64, device=queries.device)
     block_q = max(16, min(128, triton.next_power_of_2(page_tokens)))
-    block_k, width = _SCORED, max(32, min(128, triton.next_power_of_2(features)))
+    width = max(32, min(128, triton.next_power_of_2(features)))
+    held = page_tokens <= block_q and features <= width  # else all digits are loaded in the loop
+    block_k = _SCORED if held else 32
     shares = min(triton.cdiv(count, block_k), max(1, 2048 // (blocks * batch * groups)))
     with on_device(queries):
         q, q_scale = digits(queries, groups, bits, bounds, real)
         k, k_scale = digits(pages, groups, bits, bounds, None)
         _scores_kernel[(blocks, shares, batch * groups)](
             q, q_scale, k, k_scale, out, tokens, count, blocks, shares, FEATURES=features, PAGE=page_tokens,
-            BLOCK_Q=block_q, BLOCK_K=block_k, WIDTH=width, num_warps=8 if block_q == 128 else 4, num_stages=2,
+            BLOCK_Q=block_q, BLOCK_K=block_k, WIDTH=width, num_warps=8 if block_q == 128 else 4, num_stages=2 if held else 1,
         )  # fmt: skip
     return out
 
