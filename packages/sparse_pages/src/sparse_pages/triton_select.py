@@ -262,7 +262,8 @@ def scores(
         k, k_scale = digits(pages, groups, bits, bounds, None)
         _scores_kernel[(blocks, shares, batch * groups)](
             q, q_scale, k, k_scale, out, tokens, count, blocks, shares, FEATURES=features, PAGE=page_tokens,
-            BLOCK_Q=block_q, BLOCK_K=block_k, WIDTH=width, num_warps=8 if block_q == 128 else 4, num_stages=2 if held else 1,
+            BLOCK_Q=block_q, BLOCK_K=block_k, WIDTH=width, num_warps=8 if block_q == 128 else 4,
+            num_stages=2 if held else 1,
         )  # fmt: skip
     return out
 
