@@ -207,7 +207,7 @@ def test_pages_are_chosen_once_and_found_again(monkeypatch):
     model.gradient_checkpointing_enable({"use_reentrant": False})
     step(model, ids, sparse(8, gpu_selection_budget_bytes=100))
     assert set(chosen.values()) == {1} and len(chosen) == 6 * len(model.model.layers)
-    assert all(len(lists) >= 2 for lists in read.values())
+    assert all(len(lists) >= 2 for (_, start), lists in read.items() if start < 40)  # the last chunk runs once
     assert all(torch.equal(lists[0], other) for lists in read.values() for other in lists[1:])
 
 
