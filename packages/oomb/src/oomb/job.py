@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from oomb.checkpoint import check_replaceable
+from oomb.config import ChunkConfig
 from oomb.data import Source, find_source
 from oomb.model_loading import load_config, load_model, load_tokenizer
 from oomb.resume import checkpoints, find_checkpoint
@@ -22,14 +23,13 @@ from oomb.trainer_checks import refuse_optimizer, require
 
 SETTINGS = "oomb_settings.yaml"  # in each checkpoint: the settings of the run it belongs to
 FINAL_LR = 0.1  # of the peak, at the end of the cosine
-# What may differ when a run goes on; anything else would make it another run.
+# What may differ when a run goes on; anything else would make it another run. Of the chunks that is all that changes
+# memory and time only.
+OF_CHUNKS = {"attention", "top_k_pages", "recent_pages", "sink_pages", "first_sparse_layer", "select_per_head"}
 MAY_DIFFER = {
     "output", "device", "resume", "generate_tokens", "eval_data", "eval_steps", "eval_strategy", "eval_on_start",
-    "save_steps", "save_strategy", "save_total_limit", "report_to", "run_name", "chunk_tokens", "page_tokens",
-    "backend",
-    "accumulate", "grad_page_dtype", "gpu_kv_budget_bytes", "host_budget_bytes", "keep_outputs_bytes", "segment_tokens",
-    "loss_tile_tokens", "check_recompute",
-}  # fmt: skip
+    "save_steps", "save_strategy", "save_total_limit", "report_to", "run_name",
+} | {field.name for field in fields(ChunkConfig)} - OF_CHUNKS  # fmt: skip
 
 
 @dataclass(frozen=True)
