@@ -192,6 +192,16 @@ def test_a_stream_gives_the_same_sequences_again_and_again(tmp_path):
     assert once == again == rows(read(tmp_path, 50)) and stream.report.everything
 
 
+def test_workers_share_a_stream(tmp_path):
+    for index in range(9):
+        (tmp_path / f"{index}.txt").write_text(str(index) * (20 + 7 * index))
+    c = config(tmp_path, 50, streaming=True, steps=1)
+    stream = Stream(find_source(c), TOKENIZER, c, VOCAB)
+    loader = torch.utils.data.DataLoader(stream, batch_size=1, collate_fn=collate, num_workers=2)
+    shared = [batch["input_ids"][0].tolist() for batch in loader]
+    assert shared == [row["input_ids"].tolist() for row in stream]
+
+
 def test_a_streamed_table_is_read_without_a_copy(tmp_path):
     path = table(tmp_path / "a.jsonl", [{"text": f"row {i} " * 3} for i in range(30)])
     c = config(path, 50, streaming=True, steps=1)

@@ -156,13 +156,19 @@ def test_bf16_weights_sum_their_gradients_in_float32(tmp_path):
     assert logged.of("grad_norm")[0] == pytest.approx(fine, rel=3e-2)
 
 
-def test_documents_of_a_packed_row_do_not_see_each_other(tmp_path):
+@pytest.mark.parametrize("by", ["document_ids", "position_ids"])
+@pytest.mark.parametrize("learned", [-100, 5])
+def test_documents_of_a_packed_row_do_not_see_each_other(by, learned, tmp_path):
+    """Whether or not the first token of a document has a label, which nothing before it could predict."""
     first, second = rows(2)
+    lengths = (len(first["input_ids"]), len(second["input_ids"]))
     packed = {
         "input_ids": first["input_ids"] + second["input_ids"],
-        "labels": first["labels"] + [-100] + second["labels"][1:],
-        "document_ids": [0] * len(first["input_ids"]) + [1] * len(second["input_ids"]),
+        "labels": first["labels"] + [learned] + second["labels"][1:],
+        "document_ids": [0] * lengths[0] + [1] * lengths[1],
+        "position_ids": [*range(lengths[0]), *range(lengths[1])],
     }
+    del packed["position_ids" if by == "document_ids" else "document_ids"]
 
     def tensors(batch):
         return {name: torch.tensor([row[name] for row in batch]) for name in batch[0]}

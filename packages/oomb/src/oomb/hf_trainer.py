@@ -18,7 +18,7 @@ from .loss import TokenLoss
 from .nonfinite import ADVICE, bad_gradients, where_loss_breaks
 from .resume import STATE, check_checkpoint, find_checkpoint
 from .token_losses import dynamic, from_batch_loss, smoothed
-from .trainer_checks import refuse_settings, step_arguments
+from .trainer_checks import refuse_settings, step_arguments, without_borders
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -177,6 +177,9 @@ class ChunkTrainerMixin(_Base):
         columns: list[str] = self._signature_columns
         if "document_ids" not in columns:  # or the Trainer would drop it
             columns.append("document_ids")
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        return super()._get_num_items_in_batch([without_borders(batch) for batch in batch_samples], device)
 
     # ---- the step's insides
 

@@ -123,5 +123,7 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         reader, packer = self._make(), Packer(self._context)
         self.report = Report(packer.counts, reader, everything=False)
-        yield from _packed(reader, packer)
+        worker = torch.utils.data.get_worker_info()  # each worker reads everything and gives its share
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        yield from itertools.islice(_packed(reader, packer), first, None, step)
         self.report = Report(packer.counts, reader, everything=True)

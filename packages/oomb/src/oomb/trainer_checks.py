@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+import torch
+
+from .batch import IGNORED
 from .hf import take_apart
 from .token_losses import refuse_if_not_a_sum
 
@@ -50,6 +53,7 @@ def refuse_settings(trainer: Any) -> None:
         "deepspeed": "sharded models are not supported",
         "parallelism_config": "the sequence is cut in time, not over devices",
         "activation_offloading": "a chunk's activations stay on the device; make chunks smaller",
+        "enable_jit_checkpoint": "SIGTERM leaves a checkpoint by itself",
         "auto_find_batch_size": "memory follows the chunk, not the batch: make chunk_tokens smaller",
     }
     for name, why in unsupported.items():
@@ -91,6 +95,22 @@ def _refuse_losses(trainer: Any) -> None:
         raise ValueError(f"loss_type={trainer.args.loss_type!r} is not known here; nll and dft are")
     if trainer.compute_loss_func is not None:
         refuse_if_not_a_sum(trainer.compute_loss_func)
+
+
+def without_borders(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with no label where a packed document begins: a step learns none there, so none is to be counted."""
+    ids, labels = batch.get("document_ids"), batch.get("labels")
+    if ids is None and batch.get("position_ids") is not None:
+        begins = batch["position_ids"].diff(dim=-1) != 1
+    elif ids is not None:
+        begins = ids.diff(dim=-1) != 0
+    else:
+        return batch
+    if labels is None or begins.shape[-1] != labels.shape[-1] - 1:
+        return batch  # refused when the step reads it
+    first = torch.zeros_like(labels[..., :1], dtype=torch.bool)
+    borders = torch.cat([first, begins.expand_as(labels[..., 1:])], -1)
+    return batch | {"labels": labels.masked_fill(borders, IGNORED)}
 
 
 def step_arguments(inputs: dict[str, Any]) -> dict[str, Any]:

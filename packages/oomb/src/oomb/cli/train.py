@@ -25,6 +25,7 @@ from oomb.model_loading import load_config, load_model, positions
 from oomb.packing import collate
 from oomb.plots import draw_loss, draw_memory
 from oomb.progress import Progress
+from oomb.resume import checkpoints
 from oomb.sequences import Sequences
 from oomb.train_config import TINY, TrainConfig
 
@@ -60,11 +61,16 @@ def run(settings: Mapping[str, Any], *, dry_run: bool = False) -> int:
         return _interrupted(job, interrupt)
     finally:
         progress.close()
-        folder = Path(job.arguments.output_dir or "")
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()  # the Trainer makes it before there is anything to save
+        _remove_if_empty(job)  # the Trainer makes the folder before there is anything to save
     _finish(job, progress)
+    _remove_if_empty(job)
     return 0
+
+
+def _remove_if_empty(job: Job) -> None:
+    folder = Path(job.arguments.output_dir or "")
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def make_trainer(job: Job) -> tuple[OombTrainer, Progress]:
@@ -116,7 +122,8 @@ def _finish(job: Job, progress: Progress) -> None:
     draw_loss(job.output / "loss.png", records, title)
     draw_memory(job.output / "memory.png", records, title)
     if job.arguments.save_strategy == "no":
-        shutil.rmtree(job.arguments.output_dir or "", ignore_errors=True)
+        for folder in checkpoints(job.arguments.output_dir or ""):
+            shutil.rmtree(folder)
     if not isinstance(job.data, Sequences) and job.data.report is not None:
         _say("data", job.data.report.lines())
     print(f"loss        {records[0].loss:.4f} -> {records[-1].loss:.4f} nats a token")
