@@ -18,7 +18,8 @@ TRAIN = f"""\
 Train a causal language model on sequences far longer than a chunk, with exact gradients.
 
 Without arguments: a small model and a byte-level tokenizer made on the spot, trained on the running Python's own
-standard library. Otherwise name the model, the data and the context. {SETTINGS}
+standard library. Otherwise name the model, the data and the context.
+{SETTINGS}
   oomb train --model path/to/model --data books/ --context 131072
   oomb train run.yaml --dry-run                            say what would be done, and stop
   oomb train run.yaml --resume true                        go on where Ctrl-C, SIGTERM or a crash ended it
@@ -37,7 +38,8 @@ It takes the settings of `oomb train`; of the data the first tokens are read, wi
 BENCH = f"""\
 How long does a forward and backward pass take, and in how much memory? Three chunk lengths are tried on random tokens
 (or the one that is set), each once to warm up and `--steps` times (3) to measure. Without an optimizer.
-It takes the settings of `oomb train`; data are not read. {SETTINGS}
+It takes the settings of `oomb train`; data are not read.
+{SETTINGS}
   oomb bench --model path/to/model --context 65536
   oomb bench run.yaml --chunk-tokens 4096 --steps 5
 """
