@@ -14,7 +14,7 @@ from tests.oomb.trainers import CHUNKS, Losses, arguments, collate, model, rows
 from transformers import Trainer, TrainerCallback
 
 from oomb import OombTrainer
-from oomb.interrupt import Interrupted
+from oomb.interrupt import Interrupted, Interrupts
 from oomb.resume import check_checkpoint, checkpoints, find_checkpoint
 
 STEPS = 5  # of two batches each: eight rows are an epoch of four steps
@@ -131,18 +131,33 @@ def test_adapters_are_saved_in_peft_form(tmp_path):
     torch.testing.assert_close(read.eval()(input_ids=ids).logits, done.model(input_ids=ids).logits)
 
 
-def test_a_full_disk_leaves_the_checkpoints_before_and_no_half_one(tmp_path, monkeypatch):
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_workers_leave_ctrl_c_to_their_parent_and_end_when_terminated():
+    interrupts = Interrupts()
+    with interrupts.listening():
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 143
+        assert interrupts.number is None
+
+
+@pytest.mark.parametrize("kind", [OSError, RuntimeError])
+def test_a_full_disk_leaves_the_checkpoints_before_and_no_half_one(tmp_path, monkeypatch, kind):
+    """torch says it with a RuntimeError."""
     first = trainer(model, tmp_path, save_strategy="steps", save_steps=2, save_total_limit=1)
     save, calls = torch.save, []
 
     def full(what, path, *args, **kwargs):
         calls.append(str(path))
         if "checkpoint-4" in str(path):
-            raise OSError(28, "No space left on device")
+            raise kind("No space left on device")
         save(what, path, *args, **kwargs)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"step 4 not saved \(.*checkpoint-2 is intact\): No space left"):
         first.train()
     monkeypatch.undo()
     assert any("checkpoint-4" in path for path in calls)

@@ -152,13 +152,19 @@ class ChunkTrainerMixin(_Base):
         super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Remove what a failed save leaves, so that nothing takes it for a checkpoint."""
+        """Remove what a failed save leaves, so that nothing takes it for a checkpoint.
+
+        Raises: OSError with what was kept, whichever of the libraries' errors a full disk came as
+        """
         folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
         try:
             super()._save_checkpoint(model, trial)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise
+            if not isinstance(error, Exception):
+                raise
+            kept = "none was saved before" if self._last_checkpoint is None else f"{self._last_checkpoint[1]} is intact"
+            raise OSError(f"checkpoint of step {self.state.global_step} not saved ({kept}): {error}") from error
         self._last_checkpoint = (self.state.global_step, folder)
 
     def _save_interrupted(self) -> str | None:

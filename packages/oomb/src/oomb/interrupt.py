@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
@@ -39,8 +40,13 @@ class Interrupts:
             yield
             return
         before = {number: signal.getsignal(number) for number in HEARD}
+        owner = os.getpid()
 
         def note(number: int, _frame: FrameType | None) -> None:
+            if os.getpid() != owner:  # a data loader's worker: Ctrl-C is its parent's to hear, SIGTERM ends it
+                if number == signal.SIGTERM:
+                    os._exit(128 + number)
+                return
             self.number = number
             for heard, handler in before.items():
                 signal.signal(heard, handler)
