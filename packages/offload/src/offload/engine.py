@@ -60,7 +60,7 @@ class Offloader:
     memory.
 
     Bytes are moved as they are: no broadcasting, no casting, nothing that autograd would record. Host tensors may be
-    any CPU tensors; only those of a pinned `PinnedArena` are moved without staging and beside compute.
+    any CPU tensors; only contiguous ones of a pinned `PinnedArena` are moved without staging and beside compute.
 
     Raises: ValueError if the device is neither the CPU nor a CUDA device that exists
     """
@@ -146,6 +146,8 @@ class Offloader:
             for dst, src in pairs:
                 dst.copy_(src, non_blocking=True)
 
+        if not all(x.is_contiguous() for pair in pairs for x in pair if x.device == HOST):
+            self._lanes.synchronize()  # torch packs what has gaps on the CPU, at once
         return self._enqueue(lane, work, *(x for pair in pairs for x in pair))
 
     def _enqueue(self, lane: Lane, work: Callable[[], None], *tensors: Tensor) -> Handle:

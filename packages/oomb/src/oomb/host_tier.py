@@ -152,7 +152,9 @@ class HostTier:
             return
         pages = self._pages_of(layer)
         news = [self._packed(x[:, first - start : last - start]) for x in (k, v)]
-        moves = [(self._tokens(rows, first, last), new) for rows, new in zip(pages.kv, news, strict=True)]
+        moves = [
+            move for rows, new in zip(pages.kv, news, strict=True) for move in zip(self._tokens(rows, first, last), new)
+        ]
         pages.appended = self._copy("out", moves, self.lanes.mark("compute"))
         self._leaving.extend((pages.appended, new) for new in news)
         while len(self._leaving) > LEAVING:
@@ -186,7 +188,9 @@ class HostTier:
         """Keys and values of the tokens [start, stop), all of this tier, on their way to the device."""
         pages, facts = self._pages_of(layer), self.facts[layer]
         pair = self._new_pair((self.batch, stop - start, facts.kv_heads, facts.head_dim), facts.dtype)
-        moves = [(new, self._tokens(rows, start, stop)) for new, rows in zip(pair, pages.kv, strict=True)]
+        moves = [
+            move for new, rows in zip(pair, pages.kv, strict=True) for move in zip(new, self._tokens(rows, start, stop))
+        ]
         assert pages.appended is not None
         return pair, self._copy("in", moves, self.lanes.mark("compute"), pages.appended)
 
@@ -245,11 +249,11 @@ class HostTier:
         if not runs:
             return None
         pair = self._new_pair((self.batch, stop - start, facts.kv_heads, facts.head_dim), self.grad_dtype)
-        moves = []
+        moves: Moves = []
         for a, b in runs:
             low, high = max(a * self.page_tokens, start), min(b * self.page_tokens, stop)
             for new, rows in zip(pair, self._grad_pages(layer), strict=True):
-                moves.append((new[:, low - start : high - start], self._tokens(rows, low, high)))
+                moves += zip(new[:, low - start : high - start], self._tokens(rows, low, high), strict=True)
         marks = self._written(pages, first, last)
         zero = () if runs == [(first, last)] else pair
         return pair, self._copy("in", moves, self.lanes.mark("compute"), *marks, zero=zero)
@@ -302,6 +306,9 @@ class HostTier:
         return (order[place], phase) if 0 <= place < len(order) else None
 
     def _copy(self, lane: str, moves: Moves, *after: Mark, zero: tuple[Tensor, ...] = ()) -> Mark:
+        # torch would pack a tensor with gaps on the CPU, now, before what it holds has arrived
+        assert all(a.is_contiguous() and b.is_contiguous() for a, b in moves)
+
         def work() -> None:
             with torch.no_grad():
                 for rows in zero:
