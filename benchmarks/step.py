@@ -152,7 +152,11 @@ def main() -> None:
         "--pin-gib", type=int, default=0, help="pin so much before, or the first step that needs it does"
     )
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--plan", nargs="+", metavar="SYSTEM@TOKENS", help="these rows, in this order, instead")
     arguments = parser.parse_args()
+    plan = [(name, tokens) for name in arguments.systems for tokens in arguments.tokens]
+    if arguments.plan:
+        plan = [(name, int(tokens)) for name, _, tokens in (row.partition("@") for row in arguments.plan)]
     liger = use_liger()
     model = build(arguments.layers)
     machine = {
@@ -163,14 +167,15 @@ def main() -> None:
     }
     if arguments.pin_gib:
         HostLease(arguments.pin_gib * GIB, torch.device("cuda", 0)).release()
-    rows = []
-    for name in arguments.systems:
-        measure(name, model, 16384)  # compilation, autotuning, library handles
-        for tokens in arguments.tokens:
-            rows.append(measure(name, model, tokens))
-            print(json.dumps(rows[-1]), flush=True)
-            if arguments.out:
-                arguments.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    rows, warm = [], set()
+    for name, tokens in plan:
+        if name not in warm:
+            measure(name, model, 16384)  # compilation, autotuning, library handles
+            warm.add(name)
+        rows.append(measure(name, model, tokens))
+        print(json.dumps(rows[-1]), flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     times = {(r["system"], r["tokens"]): r.get("seconds") for r in rows}
     print(
         f"{machine}\n{'system':32s} {'tokens':>8s} {'seconds':>8s} {'/ rival':>8s} {'peak GiB':>9s} {'grad norm':>10s}"
