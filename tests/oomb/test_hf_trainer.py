@@ -9,7 +9,7 @@ from tests.numerics import relative
 from tests.oomb.trainers import CHUNKS, arguments, collate, model, rows, run
 from transformers import Trainer
 
-from oomb import ChunkConfig, OombTrainer
+from oomb import ChunkConfig, ChunkTrainerMixin, OombTrainer
 from oomb.token_losses import refuse_if_not_a_sum
 
 
@@ -203,6 +203,40 @@ def test_documents_of_a_packed_row_do_not_see_each_other(by, learned, tmp_path):
 def test_what_a_chunked_step_cannot_honour_is_refused(settings, more, complaint, tmp_path):
     with pytest.raises(ValueError, match=complaint):
         OombTrainer(model(), arguments(tmp_path, **settings), train_dataset=rows(2), data_collator=collate, **more)
+
+
+class OwnLoss(OombTrainer):
+    def compute_loss(self, *args, **kwargs):
+        raise AssertionError("never called")
+
+
+class Rewarding(Trainer):
+    def training_step(self, *args, **kwargs):
+        raise AssertionError("never called")
+
+
+class ChunkedRewarding(ChunkTrainerMixin, Rewarding):
+    pass
+
+
+class OwnStep(OombTrainer):
+    def training_step(self, *args, **kwargs):
+        return 2 * super().training_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(OwnLoss, "OwnLoss.compute_loss"), (ChunkedRewarding, "Rewarding.training_step")]
+)
+def test_a_loss_that_would_be_passed_over_is_refused(kind, name, tmp_path):
+    with pytest.raises(ValueError, match=f"{name} would not be called"):
+        kind(model(), arguments(tmp_path))
+
+
+def test_a_step_around_ours_is_called(tmp_path):
+    losses = [
+        run(kind, model(), tmp_path, settings={"max_steps": 1})[1].of("loss")[0] for kind in (OombTrainer, OwnStep)
+    ]
+    assert losses[1] == pytest.approx(2 * losses[0])
 
 
 def test_a_loss_of_the_trainers_own_beside_load_balancing_is_refused(tmp_path):

@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any
 
 import torch
+from transformers import Trainer
 
 from .batch import IGNORED
 from .hf import take_apart
@@ -42,6 +43,7 @@ def refuse_settings(trainer: Any) -> None:
     """Raises: ValueError naming the setting, why it cannot be honoured, and what to do instead"""
     args = trainer.args
     take_apart(trainer.model)
+    _refuse_overrides(type(trainer))
     no_logits = "it needs the logits of every token at once, which are never held"
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
         if getattr(trainer, name, None) is not None:
@@ -68,6 +70,24 @@ def refuse_settings(trainer: Any) -> None:
     refuse_optimizer(str(getattr(args.optim, "value", args.optim)))
     if args.use_liger_kernel:
         require("liger_kernel", "use_liger_kernel")
+
+
+def _refuse_overrides(kind: type) -> None:
+    """A class whose own loss the chunked step would pass over without a word: a preference or reward trainer, say."""
+    behind = False  # the mixin, in the order in which methods are looked up
+    for cls in kind.__mro__:
+        if cls is Trainer:
+            return
+        behind |= cls.__name__ == "ChunkTrainerMixin"
+        if cls.__name__ == "ChunkTrainerMixin" or (cls.__module__.startswith("trl.") and cls.__name__ == "SFTTrainer"):
+            continue
+        lost = ["compute_loss", *(("training_step", "prediction_step") if behind else ())]
+        for name in lost:
+            if name in vars(cls):
+                raise ValueError(
+                    f"{cls.__name__}.{name} would not be called: the chunked step computes a causal language model's "
+                    "loss itself. Give compute_loss_func, or override training_step before ChunkTrainerMixin"
+                )
 
 
 def refuse_optimizer(name: str) -> None:
