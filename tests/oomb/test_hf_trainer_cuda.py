@@ -56,6 +56,7 @@ def test_verify_passes_in_bfloat16():
 
 
 def test_a_run_goes_on(tmp_path, capsys):
+    pytest.importorskip("datasets", reason="oomb train reads its data through datasets")
     (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(400)))
     sizes = ["--context", "512", "--chunk-tokens", "128", "--page-tokens", "64", "--generate-tokens", "0"]
     arguments = ["train", "--data", str(tmp_path / "text.txt"), *sizes, "--device", "cuda", "--save-steps", "2"]
