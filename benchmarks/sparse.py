@@ -130,6 +130,8 @@ def table() -> dict:
             bench = SparseBench(SparseConfig(past=tokens - dense_config.tokens, kind=kind))
             row = measure(bench, bench.flops)
             row["select_ms"] = median_ms(bench.select)
+            # once a chunk; mostly launches, which a training step hides behind the layer before
+            row["summarize_ms"] = median_ms(lambda b=bench: PageSummary(b.config.page).append(b.k))
             row["all_ms"] = row["select_ms"] + row["fwd_ms"] + row["bwd_ms"]
             row["cuDNN / ours"] = dense_ms / row["all_ms"]
             row["fwd / dense Triton"], row["bwd / dense Triton"] = row["fwd"] / dense["fwd"], row["bwd"] / dense["bwd"]

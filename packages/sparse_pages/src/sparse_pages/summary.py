@@ -96,7 +96,8 @@ class PageSummary:
         """
         self._check_keys(k)
         with torch.no_grad(), torch.inference_mode(False), torch.autocast(k.device.type, enabled=False):
-            keys = k.detach() if self._tail is None else torch.cat([self._tail, k.detach()], 1)
+            whole_pages = self._tail is None or self._tail.shape[1] == 0
+            keys = k.detach() if whole_pages else torch.cat([self._tail, k.detach()], 1)  # type: ignore[list-item]
             B, tokens, G, D = keys.shape
             P, new_pages = self.page_tokens, tokens // self.page_tokens
             paged = keys[:, : new_pages * P].reshape(B, new_pages, P, G, D)
