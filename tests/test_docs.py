@@ -99,6 +99,7 @@ def test_what_a_page_names_is_there(page):
     """Settings written as `--key`, files and links."""
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     known = set(options()) | set(trainer_options()) | {"dry_run", "config", "help"}
+    known |= {name.removesuffix("_bytes") for name in known}
     for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", text):
         assert flag.replace("-", "_") in known, f"--{flag} is no setting"
     for target in re.findall(r"\]\(([^)#]+)\)", text):

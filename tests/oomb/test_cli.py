@@ -236,7 +236,7 @@ def test_help_names_every_setting(capsys):
         main(["train", "--help"])
     assert left.value.code == 0
     shown = capsys.readouterr().out
-    assert "--chunk-tokens" in shown and "--gpu-kv-budget-bytes" in shown and "standard library" in shown
+    assert "--chunk-tokens" in shown and "--gpu-kv-budget" in shown and "standard library" in shown
 
 
 def test_no_command_and_an_unknown_command(capsys):

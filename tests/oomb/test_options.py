@@ -67,6 +67,8 @@ def test_dashes_and_underscores_are_the_same():
 )
 def test_bytes_may_carry_a_unit(text, count):
     assert settings("--gpu-kv-budget-bytes", text) == {"gpu_kv_budget_bytes": count}
+    assert settings("--gpu-kv-budget", text) == settings("--gpu_kv_budget", text) == {"gpu_kv_budget_bytes": count}
+    assert parse_yaml(f"gpu_kv_budget: {text}", "x") == {"gpu_kv_budget_bytes": count}
     assert parse_yaml(f"gpu_kv_budget_bytes: {text}", "x") == {"gpu_kv_budget_bytes": count}
 
 
@@ -83,7 +85,7 @@ def test_bytes_may_carry_a_unit(text, count):
         (["--steps", "1.5"], "--steps must be a whole number or none, got '1.5'"),
         (["--chunk-tokens", "many"], "--chunk-tokens must be a whole number or auto, got 'many'"),
         (["--lr", "fast"], "--lr must be a number, got 'fast'"),
-        (["--host-budget-bytes", "8G"], "--host-budget-bytes must be a number of bytes like 500MB or 8GiB or auto"),
+        (["--host-budget-bytes", "8G"], "--host-budget must be a number of bytes like 500MB or 8GiB or auto"),
         (["--check-recompute", "maybe"], "--check-recompute must be true or false, got 'maybe'"),
         (["--grad-page-dtype", "int8"], "--grad-page-dtype must be float32, bfloat16 or float64 or none, got 'int8'"),
         (["--attention", "linear"], "--attention must be dense, sparse, got 'linear'"),

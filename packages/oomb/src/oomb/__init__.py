@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .config import ChunkConfig
     from .hf import Unsupported
     from .hf_trainer import ChunkTrainerMixin, OombTrainer
+    from .planner import plan
     from .verification import verify
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Unsupported",
     "chunked_backward",
     "chunked_loss",
+    "plan",
     "verify",
 ]
 
@@ -29,6 +31,7 @@ _HOMES = {
     "Unsupported": "hf",
     "chunked_backward": "api",
     "chunked_loss": "api",
+    "plan": "planner",
     "verify": "verification",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +15,19 @@ from offload import Shelf
 from .batch import Batch, Chunks, prepare
 from .config import ChunkConfig
 from .held import Held
-from .hf import Parts, Unsupported, attention_installed, take_apart
+from .hf import Parts, Unsupported, attention_installed, refuse_meta, take_apart
 from .host import HostLease
-from .keep import Keep, KeepCosts, plan_keep
 from .loss import TokenLoss, cross_entropy
 from .main_grads import main_grads
-from .memory import Rooms, replays, rooms
+from .memory import Machine
 from .moe import Balance
+from .placement import place
 from .probe import Profile, learned_positions, probe, refuse_dropout, structure
 from .replay import Replay
 from .rope import HeldRope
 from .selection import Selection
 from .step import DecoderStep, PassContext, reentrant_checkpointing
-from .storage import TieredPast, divide, one_page_bytes
+from .storage import TieredPast
 
 PROFILE = "_oomb_profile"
 
@@ -145,6 +145,7 @@ def _prepare(
     if not isinstance(config, ChunkConfig):
         raise ValueError(f"config must be a ChunkConfig, got {type(config).__name__}")
     parts = take_apart(model)
+    refuse_meta(parts)
     batch = prepare(
         input_ids,
         vocab_size=parts.vocab_size,
@@ -203,60 +204,33 @@ def _storage(
     """Decide what lives where, then take the memory."""
     bounds = [chunks.bounds(i) for i in range(len(chunks))]
     rows = batch.ids.shape[0]
-    dtypes = {facts.dtype for facts in profile.layers.values()}
-    wide = torch.float64 if torch.float64 in dtypes else torch.float32
-    grad_dtype = config.grad_page_dtype or wide
-    pages = -(-bounds[-1][0] // config.page_tokens)
-    page_bytes = one_page_bytes(profile.layers, config.page_tokens, rows, grad_dtype if training else None)
-    room = rooms(
+    placed = place(
         config,
         parts,
         profile,
-        chunk_tokens=chunks.chunk_tokens,
+        bounds,
         batch=rows,
-        page_bytes=pages * page_bytes,
+        chunk_tokens=chunks.chunk_tokens,
         train=training,
+        machine=Machine.now(parts.device),
     )
-    budget = divide(pages, page_bytes, len(profile.layers), device_budget=room.device_pages, host_budget=room.host)
-    layered = training and replays(config, profile) and not isinstance(parts.given, nn.parallel.DistributedDataParallel)
-    keep = _keep(parts, profile, rows, bounds, room, room.host - budget.host_bytes, layered=layered)
-    keep = keep if training else replace(keep, attention=range(0), layers=range(0), device_bytes=0, host_bytes=0)
-    lease = HostLease(budget.host_bytes + keep.host_bytes, parts.device)
+    lease = HostLease(placed.host_bytes, parts.device)
     past = TieredPast(
         profile.layers,
         bounds,
         batch=rows,
         page_tokens=config.page_tokens,
-        grad_dtype=grad_dtype,
-        budget=budget,
+        grad_dtype=placed.grad_dtype,
+        budget=placed.budget,
         segment_tokens=config.segment_tokens,
         check=config.check_recompute,
         lease=lease,
     )
-    past.shelf = Shelf(lease.lanes, lease.arena, device_bytes=keep.device_bytes)
+    past.shelf = Shelf(lease.lanes, lease.arena, device_bytes=placed.keep.device_bytes)
     selection = Selection(config, -(-bounds[-1][1] // config.page_tokens), profile.layers)
-    context = PassContext(past, profile, config, past.shelf, keep.attention, selection)
-    if layered:
+    context = PassContext(past, profile, config, past.shelf, placed.keep.attention, selection)
+    if placed.layered:
         assert profile.stack is not None
         layers = [parts.decoder.get_submodule(name) for name in profile.stack.names]
-        context.replay = Replay(layers, past.shelf, keep.layers, context.prefetch_kept)
+        context.replay = Replay(layers, past.shelf, placed.keep.layers, context.prefetch_kept)
     return past, context
-
-
-def _keep(
-    parts: Parts,
-    profile: Profile,
-    rows: int,
-    bounds: list[tuple[int, int]],
-    room: Rooms,
-    host_bytes: int,
-    *,
-    layered: bool,
-) -> Keep:
-    facts = list(profile.layers.values())
-    stack = profile.stack if layered else None
-    flops = 0
-    if stack is not None:
-        flops = 2 * sum(p.numel() for p in parts.decoder.get_submodule(stack.names[0]).parameters())
-    costs = KeepCosts(facts[:-1] if layered else facts, stack, flops, rows)
-    return plan_keep(costs, bounds, device_bytes=room.device_kept, host_bytes=max(host_bytes, 0))

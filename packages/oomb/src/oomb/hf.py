@@ -72,7 +72,7 @@ def attention(
     if softcap is not None:
         raise Unsupported(f"attention logits are capped at {softcap}, which paged attention does not do")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if torch.is_autocast_enabled(q.device.type):
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -148,9 +148,13 @@ def take_apart(model: nn.Module) -> Parts:
         raise Unsupported(f"{type(inner).__name__} has no head over a decoder: load it with AutoModelForCausalLM")
     if not hasattr(head, "weight") and not hasattr(head, "out_features"):
         raise Unsupported(f"the size of the head cannot be read off {type(head).__name__}")
-    if any(p.is_meta for p in inner.parameters()):
-        raise ValueError("the model is on the meta device: it has no weights to train; load it on a real device")
     return Parts(model, inner, decoder)
+
+
+def refuse_meta(parts: Parts) -> None:
+    """Raises: ValueError for a model without weights, which can be planned for but not run"""
+    if any(p.is_meta for p in parts.causal.parameters()):
+        raise ValueError("the model is on the meta device: it has no weights to train; load it on a real device")
 
 
 def _refuse_settings(causal: PreTrainedModel) -> None:

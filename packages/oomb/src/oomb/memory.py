@@ -30,49 +30,75 @@ class Rooms:
     host: int
 
 
-def rooms(
-    config: ChunkConfig, parts: Parts, profile: Profile, *, chunk_tokens: int, batch: int, page_bytes: int, train: bool
-) -> Rooms:
-    """Resolve the budgets of a config for this model and this moment. page_bytes: what all pages would take."""
+@dataclass(frozen=True)
+class Machine:
+    """Memory to be had. Units: bytes; None: unknown. device_free: None where the device's memory is the host's."""
+
+    device_free: int | None
+    device_total: int
+    host_free: int | None
+
+    @staticmethod
+    def now(device: torch.device) -> Machine:
+        """What is free at this moment; what this process holds for the next step counts as free."""
+        host = free_host_bytes()
+        host = None if host is None else host + spare_bytes()
+        if device.type != "cuda":
+            return Machine(None, 0, host)
+        free, total = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return Machine(free, total, host)
+
+
+def rooms(config: ChunkConfig, machine: Machine, *, working: int, page_bytes: int) -> Rooms:
+    """Resolve the budgets of a config. working: what a step takes beside; page_bytes: what all pages would take."""
     host = config.host_budget_bytes
-    free_host = free_host_bytes()
     if host == "auto":
-        host = 0 if free_host is None else int(HOST_SHARE * (free_host + spare_bytes()))
+        host = 0 if machine.host_free is None else int(HOST_SHARE * machine.host_free)
     pages, kept = config.gpu_kv_budget_bytes, config.gpu_keep_budget_bytes
-    if parts.device.type != "cuda":
+    if machine.device_free is None:
         # the device's memory is the host's: one half of it is for what is kept, nothing is moved
         if kept == "auto":
-            kept = 1 << 62 if free_host is None else free_host // 2
+            kept = 1 << 62 if machine.host_free is None else machine.host_free // 2
         return Rooms(None, kept, 0) if pages == "auto" else Rooms(pages, kept, host)
-    free, total = torch.cuda.mem_get_info(parts.device)
-    free += torch.cuda.memory_reserved(parts.device) - torch.cuda.memory_allocated(parts.device)
-    taken = sum(working_bytes(config, parts, profile, chunk_tokens=chunk_tokens, batch=batch, train=train).values())
-    room = max(0, int(free - MARGIN * total - taken))
+    room = max(0, int(machine.device_free - MARGIN * machine.device_total - working))
     device_pages = room if pages == "auto" else pages
     device_kept = max(0, room - min(device_pages, page_bytes)) if kept == "auto" else kept
     return Rooms(device_pages, device_kept, host)
 
 
 def working_bytes(
-    config: ChunkConfig, parts: Parts, profile: Profile, *, chunk_tokens: int, batch: int, train: bool
+    config: ChunkConfig,
+    parts: Parts,
+    profile: Profile,
+    *,
+    chunk_tokens: int,
+    batch: int,
+    train: bool,
+    layered: bool,
 ) -> dict[str, int]:
-    """What a step takes on the device beside weights, pages and what is kept, by part. An estimate."""
+    """What a step takes on the device beside weights, pages and what is kept, by part. An estimate.
+
+    layered: layers are walked back one at a time. Half of what a layer takes in its backward its forward has saved.
+    """
     tokens = batch * chunk_tokens
     trainable = [p for p in parts.causal.parameters() if p.requires_grad] if train else []
-    layer = layer_bytes(parts.decoder, profile)
-    stack = profile.stack if replays(config, profile) else None
+    layer = tokens * layer_bytes(parts.decoder, profile)
     layers = len(profile.layers)
     attention = max(f.heads * f.head_dim for f in profile.layers.values())
-    width = stack.width if stack is not None else attention
+    stack = profile.stack if layered else None
+    width = attention if stack is None else stack.width
+    graph = layer * (1 if layered else layers) if train else 0  # held while the loss is computed
     logits = min(TILE_LOGITS, tokens * parts.label_size)
+    loss = logits * (12 if train else 8) + tokens * width * 8
+    segments = _segment_bytes(config, profile, batch, grads=train)
     return {
         "gradients": sum(p.numel() * p.element_size() for p in trainable if p.grad is None),
         "float32 gradients": sum(4 * p.numel() for p in trainable) if config.fp32_main_grads else 0,
-        "layers": tokens * layer * ((2 if stack is not None else 1 + layers) if train else 1),
-        "layer outputs": tokens * layers * stack.width * stack.dtype.itemsize if stack is not None and train else 0,
-        "loss": logits * (12 if train else 8) + tokens * width * 8,
+        "layers and loss": max(graph + layer, graph + loss),
+        "layer outputs": 0 if stack is None else tokens * layers * stack.width * stack.dtype.itemsize,
         "attention": tokens * attention * 4 * 3,
-        "segments": _segment_bytes(config, profile, batch) if train else _segment_bytes(config, profile, batch) // 3,
+        "segments": segments,
     }
 
 
@@ -90,7 +116,13 @@ def layer_bytes(decoder: nn.Module, profile: Profile) -> int:
     itemsize = next(iter(profile.layers.values())).dtype.itemsize
     names = _layer_names(decoder, profile.stack)
     modules = [decoder.get_submodule(name) for name in names]
-    numbers = [sum(sum(p.shape) for p in module.parameters() if p.dim() == 2) for module in modules]
+    experts = (
+        getattr(decoder.config, "num_experts_per_tok", None) or 1
+    )  # weights [experts, in, out] see a token so often
+    numbers = [
+        sum(sum(p.shape[-2:]) * (experts if p.dim() == 3 else 1) for p in module.parameters() if p.dim() in (2, 3))
+        for module in modules
+    ]
     return itemsize * max(numbers, default=0)
 
 
@@ -101,6 +133,6 @@ def _layer_names(decoder: nn.Module, stack: Stack | None) -> tuple[str, ...]:
     return tuple(f"{name}.{i}" for name, m in lists[:1] for i in range(len(m)))
 
 
-def _segment_bytes(config: ChunkConfig, profile: Profile, batch: int) -> int:
-    row = max(f.kv_heads * f.head_dim * (f.dtype.itemsize + 4) for f in profile.layers.values())
+def _segment_bytes(config: ChunkConfig, profile: Profile, batch: int, *, grads: bool) -> int:
+    row = max(f.kv_heads * f.head_dim * (f.dtype.itemsize + (4 if grads else 0)) for f in profile.layers.values())
     return 2 * BUFFERS * batch * config.segment_tokens * row

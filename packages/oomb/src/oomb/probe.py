@@ -122,8 +122,21 @@ class _Probe:
                 "what each token may see cannot be established"
             )
         if layer not in self.windows:
-            self.windows[layer] = window_of(mask.mask_function, self.length, q.device)
+            device = torch.device("cpu") if q.is_meta else q.device
+            self.windows[layer] = window_of(mask.mask_function, self.length, device)
         self.facts[layer] = LayerFacts(q.shape[2], k.shape[2], q.shape[3], k.dtype, self.windows[layer])
+
+
+class _Outline(_Probe):
+    """The attention context of a model without weights: facts written down, nothing computed."""
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, mask: object, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        layer = layer_index(module)
+        self.modules[layer] = module
+        self._note(module, layer, q, k, v, mask)
+        return torch.empty_like(q)
 
 
 def layer_index(module: nn.Module) -> int:
@@ -190,6 +203,29 @@ def probe(parts: Parts, length: int) -> Profile:
     router = router_of(parts.causal)
     _check_loss(name, own, ids, router, kind)
     return Profile(many.facts, own.output_type, router, stack)
+
+
+def outline(parts: Parts, length: int) -> Profile:
+    """The profile of a model without weights, for planning: what its layers look like, not whether it is exact.
+
+    Raises: Unsupported as `probe`, as far as shapes tell
+    """
+    _refuse_hidden_state(parts.decoder)
+    context = _Outline(PROBE_TOKENS, length=max(length, 2))
+    ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=parts.device)
+    # with a mask given the library does not look into the positions, which are not there to be looked into
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    seen: list = []
+
+    def run() -> None:
+        seen.append(parts.decoder(**inputs, oomb=context))
+
+    if parts.device.type == "meta" and hasattr(parts.causal, "set_experts_implementation"):
+        parts.causal.set_experts_implementation("batched_mm")  # others ask where tokens go
+    with evaluating(parts.given), attention_installed(parts.causal):
+        run()
+        stack = layer_stack(parts.decoder, context.modules, run)
+    return Profile(context.facts, type(seen[0]), router_of(parts.causal), stack)
 
 
 def learned_positions(decoder: nn.Module) -> int:

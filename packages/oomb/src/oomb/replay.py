@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from chunk_recur.replay import Autocast, RandomState, preserved_random_state
+from chunk_recur.replay import Autocast, RandomState, fresh_casts, preserved_random_state
 from offload import Shelf
+
+from .hf import Unsupported
 
 Call = Callable[..., Tensor]
 
@@ -37,6 +39,7 @@ class Replay:
     ahead: Callable[[int, int], None]
     index: int = 0
     random: dict[tuple[int, int], RandomState] = field(default_factory=dict)
+    handed: Tensor | None = None  # what the layer before returned
 
     @property
     def last(self) -> int:
@@ -63,15 +66,27 @@ class Replay:
 
         @torch.compiler.disable(recursive=False)
         def call(*args: Any, **kwargs: Any) -> Tensor:
+            self._check_chain(place, layer, args)
             if torch.is_grad_enabled() and place < self.last:
-                return self._promise(place, layer, inner, args, kwargs)
-            self._seat(place)
-            out = inner(*args, **kwargs)
-            if place < self.last and self.index in self.stored:
-                self.shelf.put((self.index, place), (out,))
+                out = self._promise(place, layer, inner, args, kwargs)
+            else:
+                self._seat(place)
+                out = inner(*args, **kwargs)
+                if place < self.last and self.index in self.stored:
+                    self.shelf.put((self.index, place), (out,))
+            self.handed = out if place < self.last else None
             return out
 
         return call
+
+    def _check_chain(self, place: int, layer: nn.Module, args: tuple) -> None:
+        """The probe runs in evaluation mode; what a decoder does between its layers in training shows only here."""
+        before, self.handed = self.handed, None
+        if place and not (args and args[0] is before):
+            raise Unsupported(
+                f"layer {place} ({type(layer).__name__}) was not called with what the layer before returned: the "
+                'decoder does something between its layers in training; set recompute="chunk"'
+            )
 
     def _promise(self, place: int, layer: nn.Module, inner: Call, args: tuple, kwargs: dict) -> Tensor:
         """The walk's forward through a layer that is not the last."""
@@ -90,7 +105,8 @@ class Replay:
         key = (self.index, place)
         if key not in self.shelf:
             self._seat(place)
-            out = inner(self.input(place, args[0]), *args[1:], **kwargs)
+            with fresh_casts():  # the last layer runs with grad in the same region, and may share weights
+                out = inner(self.input(place, args[0]), *args[1:], **kwargs)
             self.shelf.put(key, (out,), near=self.index not in self.stored)
         if place + 1 < self.last:
             return args[0].new_full((), torch.nan).expand(args[0].shape)
@@ -159,8 +175,9 @@ class _Layer(torch.autograd.Function):
         args, kwargs = tree_unflatten(leaves, ctx.spec)
         with torch.enable_grad(), ctx.autocast.entered(), replay.again(place):
             out = ctx.inner(*args, **kwargs)
-        # not autograd.grad: parameters accumulate into .grad, with their hooks
-        torch.autograd.backward(out, grad)
+        if out.requires_grad:  # not if all that could learn went unused: experts that no token chose
+            # not autograd.grad: parameters accumulate into .grad, with their hooks
+            torch.autograd.backward(out, grad)
         replay.done(place)
         grads = [leaves[i].grad if i in ctx.places else None for i in range(len(leaves))]
         return (None,) * 6 + tuple(grads)

@@ -80,6 +80,8 @@ class TrainConfig:
     rope_factor: float | None = _setting("how many times longer; none: context over the model's positions", None)
     rope_theta: float | None = _setting("base of the rotary frequencies; none: the model's own", None)
     resume: bool = _setting("go on from the last checkpoint in output, bit for bit on a CPU", False)
+    gpu_memory_bytes: int | None = _setting("oomb plan: of the GPU to plan for, like 80GiB; none: this one's", None)
+    host_memory_bytes: int | None = _setting("oomb plan: of the host to plan for; none: what is free here", None)
     generate_tokens: int = _setting("tokens to generate from the saved checkpoint at the end; 0: none", 64)
     trainer: Mapping[str, Any] = field(default_factory=dict)  # transformers.TrainingArguments, by its own names
     chunks: ChunkConfig = field(default_factory=ChunkConfig)
@@ -95,8 +97,9 @@ class TrainConfig:
             _whole(name, getattr(self, name), least)
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2**63, got {self.seed}")
-        if self.steps is not None:
-            _whole("steps", self.steps, 1)
+        for name in ("steps", "gpu_memory_bytes", "host_memory_bytes"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 1)
         for name in ("lr", "max_grad_norm", "lora_alpha", "rope_factor", "rope_theta"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name), False)

@@ -44,6 +44,15 @@ It takes the settings of `oomb train`; data are not read.
   oomb bench run.yaml --chunk-tokens 4096 --steps 5
 """
 
+PLAN = f"""\
+Will a training step fit? GPU and host bytes by part, told from the model's config alone: no weights are loaded, nothing
+is run. The budgets that are auto are resolved as a step on such a machine would resolve them.
+It takes the settings of `oomb train`; data are not read.
+{SETTINGS}
+  oomb plan --model path/to/model --context 262144 --dtype bfloat16
+  oomb plan --model path/to/model --context 1048576 --adapter lora --gpu-memory 80GiB --host-memory 512GiB
+"""
+
 
 @dataclass(frozen=True)
 class Command:
@@ -57,6 +66,7 @@ class Command:
 
 COMMANDS = {
     "train": Command("train a model", TRAIN, "oomb.cli.train", TRAINER_SETTINGS),
+    "plan": Command("say what a step would take, and whether it fits", PLAN, "oomb.cli.plan"),
     "verify": Command("compare a model's chunked gradient with the whole one", VERIFY, "oomb.cli.verify"),
     "bench": Command("time a step at several chunk lengths", BENCH, "oomb.cli.bench"),
 }

@@ -105,7 +105,7 @@ def read_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[
 
     Raises: ValueError naming an unknown key and the closest one, or the value that could not be read
     """
-    spelled = [re.sub(r"^--[^=]+", lambda key: key[0].replace("_", "-"), word) for word in argv]
+    spelled = [re.sub(r"^--[^=]+", lambda key: _flag(key[0][2:]), word) for word in argv]
     known = options()
     for word in spelled:
         if re.match(r"--[^=]", word) and word.split("=")[0] not in FLAGS:
@@ -196,8 +196,8 @@ def _read_file(path: str) -> dict[str, Any]:
 
 def _known(name: str, source: str) -> Option:
     own = options()
-    if name in own:
-        return own[name]
+    if name in own or f"{name}_bytes" in own:
+        return own.get(name) or own[f"{name}_bytes"]
     if name in RENAMED:
         instead = f"it is called {RENAMED[name]!r} here" if RENAMED[name] else "`oomb train` sees to that itself"
         raise ValueError(f"{source} sets {name!r}: {instead}")
@@ -217,7 +217,8 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 
 
 def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    """`--gpu-kv-budget` for gpu_kv_budget_bytes: the value says the unit."""
+    return "--" + name.replace("_", "-").removesuffix("-bytes")
 
 
 def _shown(value: Any) -> str:

@@ -1,0 +1,84 @@
+"""The memory that is foretold from a config is what a step takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.models import VOCAB, build, configs
+from transformers import Qwen2Config
+
+from oomb import ChunkConfig, chunked_backward, plan
+from oomb.hf import take_apart
+from oomb.probe import outline, probe
+
+GIB = 2**30
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/step_h200_2026-11-29_layers.json"
+H200 = {"gpu_bytes": 143_771 * 2**20, "host_bytes": 112 * GIB}
+SYSTEMS = {  # as benchmarks/step.py has them
+    "resident": {"gpu_kv_budget_bytes": 60 * GIB, "gpu_keep_budget_bytes": 80 * GIB},
+    "resident, nothing kept": {"gpu_kv_budget_bytes": 60 * GIB, "gpu_keep_budget_bytes": 0, "host_budget_bytes": 1},
+    "all on the host": {"gpu_kv_budget_bytes": 1, "gpu_keep_budget_bytes": 0},
+}
+MEASURED = [row for row in json.loads(RESULTS.read_text())["rows"] if row["system"] in SYSTEMS]
+SEVEN = {
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 1 << 23, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['system']}-{row['tokens']}")
+def test_the_peak_measured_on_an_h200(row):
+    config = ChunkConfig(chunk_tokens=8192, **SYSTEMS[row["system"]])
+    found = plan(Qwen2Config(**SEVEN), row["tokens"], config=config, **H200)
+    assert found.obstacle is None
+    assert sum(found.gpu.values()) / GIB == pytest.approx(row["peak_gib"], rel=0.05)
+
+
+def test_host_bytes_are_those_of_keys_values_and_gradients():
+    config = ChunkConfig(chunk_tokens=8192, gpu_kv_budget_bytes=1, gpu_keep_budget_bytes=0)
+    found = plan(Qwen2Config(**SEVEN), 131072, config=config, **H200)
+    exact = (131072 - 8192) * 28 * 2 * 4 * 128 * (2 + 4)  # the last chunk's are nobody's past
+    assert exact <= found.host["pages"] <= 1.01 * exact
+
+
+@pytest.mark.parametrize("name", sorted(configs()))
+def test_a_config_tells_what_the_model_itself_tells(name):
+    model = build(configs()[name], dtype=torch.float32)
+    known = probe(take_apart(model), 100)
+    with torch.device("meta"):
+        bare = type(model)(model.config)
+    told = outline(take_apart(bare), 100)
+    assert (told.layers, told.stack) == (known.layers, known.stack)
+    assert (told.router is None) == (known.router is None)
+
+
+def test_what_does_not_fit_is_said_with_what_would():
+    seven = Qwen2Config(**SEVEN)
+    small = plan(seven, 131072, optimizer_bytes=8.0, **H200)
+    assert small.obstacle is None  # 14 + 14 + 57 GiB of weights, gradients and states
+    past = plan(seven, 4_000_000, gpu_bytes=80 * GIB, host_bytes=64 * GIB)
+    assert past.obstacle is not None and "host_budget_bytes" in past.obstacle and "does not fit" in past.lines()[-1]
+    weights = plan(seven, 4096, config=ChunkConfig(gpu_kv_budget_bytes=1), gpu_bytes=24 * GIB, host_bytes=64 * GIB)
+    assert weights.obstacle is not None and "adapters" in weights.obstacle
+    lora = plan(seven, 65536, adapters=True, gpu_bytes=24 * GIB, host_bytes=112 * GIB)
+    assert lora.obstacle is None
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [({"context_tokens": 0}, "context_tokens"), ({"batch": 0}, "batch"), ({"gpu_bytes": 0}, "gpu_bytes")],
+)
+def test_bad_questions(given, reason):
+    with pytest.raises(ValueError, match=reason):
+        plan(configs()["qwen2"], **({"context_tokens": 100, "gpu_bytes": GIB} | given))
+
+
+def test_a_model_without_weights_cannot_be_run():
+    kind = type(build(configs()["qwen2"]))
+    with torch.device("meta"):
+        model = kind(configs()["qwen2"])
+    with pytest.raises(ValueError, match="no weights"):
+        chunked_backward(model, torch.randint(VOCAB, (1, 20)))
