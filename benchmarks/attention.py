@@ -93,7 +93,7 @@ TABLE = [replace(BASE, tokens=n) for n in (1024, 2048, 4096, 8192, 16384)] + [
 ]
 
 
-def table() -> dict:
+def table(path: Path | None) -> dict:
     shapes = dict.fromkeys(replace(c, tokens=256, past=1024, shuffle=False) for c in TABLE)
     compile_all([(c, kernel, None) for c in shapes for kernel in ("fwd", "dq", "dkdv")])
     rows: dict[str, dict] = {}
@@ -112,6 +112,8 @@ def table() -> dict:
             row["memory bound"] = {d: work[d] / (config.bytes[d] / speed) / 1e12 for d in work}
         rows[config.name] = row
         print(config.name, {k: v for k, v in row.items() if k != "config"}, flush=True)
+        if path is not None:  # a run that is cut off has not been in vain
+            path.write_text(json.dumps({"matmul": top, "rows": rows}, indent=1) + "\n")
         del bench
         torch.cuda.empty_cache()
     attempt(rows[BASE.name], "flex", lambda: flex_attention(BASE))
@@ -166,13 +168,14 @@ def main() -> None:
     parser.add_argument("--tune", nargs="*", metavar="KERNEL/DIM:TILE", help="time tiles instead of the table")
     arguments = parser.parse_args()
     start = time.time()
-    result = {"tune": tune(arguments.tune)} if arguments.tune is not None else table()
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    result = {"tune": tune(arguments.tune)} if arguments.tune is not None else table(arguments.json)
     result["machine"] = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "cudnn": torch.backends.cudnn.version(), "seconds": round(time.time() - start),
     }  # fmt: skip
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     if "rows" in result:
         show(result)
