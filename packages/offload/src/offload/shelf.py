@@ -19,13 +19,17 @@ _LEAVING = 4  # tensors on their way out that may still take device memory
 
 @dataclass
 class _Entry:
-    """Where something is. `host` and `device` may both hold it; `arrived` orders readers after the copy that fills."""
+    """Where something is. `host` and `device` may both hold it; `arrived` orders readers after the copy that fills.
+
+    Units: room in bytes, what it takes of the shelf's share of the device
+    """
 
     host: tuple[Tensor, ...] | None
     left: Mark | None  # the copy to the host
     device: tuple[Tensor, ...] | None
     arrived: Mark | None
     versions: list[int] = field(default_factory=list)
+    room: int = 0
 
 
 class Shelf:
@@ -50,7 +54,7 @@ class Shelf:
     def put(self, key: Hashable, tensors: Sequence[Tensor], *, near: bool = False) -> None:
         """Put tensors of the device away. Enqueues copies; returns at once.
 
-        near: keep them on the device, whatever `device_bytes` says.
+        near: keep them on the device, beside `device_bytes`, of which they take nothing.
         Raises: ValueError for a key that is taken; RuntimeError if what was put away before has been written to since
         """
         if key in self._entries:
@@ -58,8 +62,9 @@ class Shelf:
         kept = tuple(x.detach() for x in tensors)
         size = sum(x.numel() * x.element_size() for x in kept)
         if near or size <= self._room:
-            self._room -= size
-            self._entries[key] = _Entry(None, None, kept, None, _versions(kept))
+            room = 0 if near else size
+            self._room -= room
+            self._entries[key] = _Entry(None, None, kept, None, _versions(kept), room)
             return
         if self._arena is None:
             raise HostOutOfMemory(
@@ -109,8 +114,7 @@ class Shelf:
             return
         if entry.arrived is not None:  # fetched and never read: its memory must not be handed on before the copy ended
             self._lanes.hold("compute", entry.arrived)
-        if entry.host is None:
-            self._room += sum(x.numel() * x.element_size() for x in entry.device)
+        self._room += entry.room
         for x in entry.device:
             self._lanes.release(x)
 

@@ -26,7 +26,7 @@ from .probe import Profile, learned_positions, probe, refuse_dropout, structure
 from .replay import Replay
 from .rope import HeldRope
 from .selection import Selection
-from .step import DecoderStep, PassContext, reentrant_checkpointing
+from .step import DecoderStep, PassContext, prefetch_kept, reentrant_checkpointing
 from .storage import TieredPast
 
 PROFILE = "_oomb_profile"
@@ -232,5 +232,5 @@ def _storage(
     if placed.layered:
         assert profile.stack is not None
         layers = [parts.decoder.get_submodule(name) for name in profile.stack.names]
-        context.replay = Replay(layers, past.shelf, placed.keep.layers, context.prefetch_kept)
+        context.replay = Replay(layers, past.shelf, placed.keep.layers, prefetch_kept(past.shelf, profile.layers))
     return past, context

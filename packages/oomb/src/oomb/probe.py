@@ -217,8 +217,9 @@ def outline(parts: Parts, length: int) -> Profile:
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     seen: list = []
 
-    def run() -> None:
+    def run() -> tuple[Tensor, object]:
         seen.append(parts.decoder(**inputs, oomb=context))
+        return seen[-1].last_hidden_state, context
 
     if parts.device.type == "meta" and hasattr(parts.causal, "set_experts_implementation"):
         parts.causal.set_experts_implementation("batched_mm")  # others ask where tokens go

@@ -5,7 +5,7 @@ layers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -98,19 +98,25 @@ class PassContext:
 
     def _kept(self, layer: int) -> MutableMapping[int, tuple[Tensor, Tensor]] | None:
         # the last layer of a replayed chunk runs once, with its graph
-        if self.index not in self.kept_chunks or (self.replay is not None and layer == self.order[-1]):
+        if self.index not in self.kept_chunks or (self.replay is not None and layer == list(self.profile.layers)[-1]):
             return None
         return _KeptOutputs(self.shelf, self.index)
 
-    @property
-    def order(self) -> list[int]:
-        """Layers in the order of the decoder's calls."""
-        return list(self.profile.layers)
 
-    def prefetch_kept(self, index: int, place: int) -> None:
-        """Begin to fetch the attention output of the layer at `place`, if it is kept."""
+def prefetch_kept(shelf: Shelf, layers: Iterable[int]) -> Callable[[int, int], None]:
+    """A function of (chunk, place) that begins to fetch the attention output of the layer at that place, if it is kept.
+
+    Not a method of the context, which holds the replay: held by each other they would keep their tensors until a
+    collection.
+    layers: in the order of the decoder's calls
+    """
+    order = list(layers)
+
+    def ahead(index: int, place: int) -> None:
         if place >= 0:
-            self.shelf.prefetch(("attention", index, self.order[place]))
+            shelf.prefetch(("attention", index, order[place]))
+
+    return ahead
 
 
 class _KeptOutputs(MutableMapping[int, tuple[Tensor, Tensor]]):
