@@ -68,4 +68,4 @@ class SparseCase(Case):
         scores = scores.masked_fill(~seen, -torch.inf)
         nothing = ~seen.any(-1, keepdim=True)
         weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
-        return torch.einsum("hij,jhd->ihd", weights, values), scores.detach().logsumexp(-1)
+        return torch.einsum("hij,jhd->ihd", weights, values), scores.logsumexp(-1)
