@@ -124,8 +124,8 @@ class Case:
     def rounding_of_delta(self) -> list[float]:
         """How far dq, dk, dv, past dk and past dv move when rowsum(dout * out) is off by the rounding of `out`.
 
-        A backward that is given `out` in its own dtype cannot know better; in float32 the sum itself rounds too, at every
-        step. The row sum enters as minus the gradient of the LSE; signs are drawn.
+        A backward that is given `out` in its own dtype cannot know better; in float32 the sum itself rounds too, at
+        every step. The row sum enters as minus the gradient of the LSE; signs are drawn.
         """
         leaves, out, lse = self._dense_forward(torch.float64)
         size = (self.dout.double() * out).norm(dim=-1).transpose(1, 2) * torch.finfo(self.dtype).eps
