@@ -82,8 +82,9 @@ class SimulatedLanes:
 
 
 def poison(tensor: Tensor) -> Tensor:
-    """NaN in every float type, whatever the tensor's own."""
-    return tensor.fill_(255 if tensor.dtype == torch.uint8 else float("nan"))
+    """NaN in every float type, whatever the tensor's own; not by its owner, so no version of it is counted."""
+    tensor.data.fill_(255 if tensor.dtype == torch.uint8 else float("nan"))
+    return tensor
 
 
 def mutant(name: str, original: str, replacement: str):

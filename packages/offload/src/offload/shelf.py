@@ -95,13 +95,16 @@ class Shelf:
     def get(self, key: Hashable) -> tuple[Tensor, ...]:
         """The tensors, on the device; work enqueued on the compute lane from now on may read them.
 
-        Raises: KeyError for an unknown key
+        Raises: KeyError for an unknown key; RuntimeError if it has been written to since it was put away
         """
         self.prefetch(key)
         entry = self._entries[key]
         assert entry.device is not None
         if entry.host is None:
             _check_unwritten(entry.device, entry.versions)
+        for left, tensors, versions in self._leaving:
+            if left is entry.left:
+                _check_unwritten(tensors, versions)
         if entry.arrived is not None:
             self._lanes.hold("compute", entry.arrived)
             entry.arrived = None
