@@ -11,7 +11,8 @@ from torch import Tensor
 
 from offload.lanes import Lane, Lanes, Mark, lanes_for
 
-if importlib.util.find_spec("triton") is not None:
+TRITON = importlib.util.find_spec("triton") is not None
+if TRITON:
     from offload.gather import copy_rows
 
 HOST = torch.device("cpu")
@@ -167,7 +168,13 @@ class Offloader:
 
     def _direct(self, host: Tensor, device: Tensor) -> bool:
         """Whether a kernel can reach these rows of the host."""
-        return self.device.type == "cuda" and host.is_contiguous() and device.is_contiguous() and host.is_pinned()
+        return (
+            TRITON
+            and self.device.type == "cuda"
+            and host.is_contiguous()
+            and device.is_contiguous()
+            and host.is_pinned()
+        )
 
     def _pairs(
         self, call: str, dst: Tensors, src: Tensors, dst_device: torch.device, src_device: torch.device
