@@ -51,12 +51,14 @@ class Packed:
         return (self.starts[s] + self.counts[s] - 1) // self.page - self.starts[s] // self.page + 1
 
     def draw_lists(self, size: int) -> Tensor:
-        """Pages in any order, -1 anywhere, some listed twice, some that the sequence does not have."""
+        """Pages in any order, -1 anywhere, some listed twice, some that the sequence or no sequence could have."""
         batch = len(self.counts)
         shape = (batch, self.groups if self.list_heads else 1, max(self.blocks(s) for s in range(batch)), size)
         most = max((s + c) // self.page + 2 for s, c in zip(self.starts, self.counts))
         lists = torch.randint(-1, most, shape, generator=self.generator, device=self.device)
-        return lists.to(torch.int32)
+        ids = torch.tensor([2**31 - 1, 2**31 // self.page + 1, -(2**31)], device=self.device)
+        strange = torch.randint(0, 12, shape, generator=self.generator, device=self.device)
+        return torch.where(strange < 3, ids[strange.clamp(max=2)], lists).to(torch.int32)
 
     def fill(self) -> PagedKV:
         pages = sum(-(-(s + c) // self.page) for s, c in zip(self.starts, self.counts)) + 3

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.paged_kv.oracle import poisoned
 from tests.paged_kv.packed_case import Packed
 
-from paged_kv import paged_attention
+from paged_kv import PagedKV, PagePool, paged_attention
 
 triton_decode = pytest.importorskip("paged_kv.triton_decode")
 ON_CPU = not torch.cuda.is_available()
@@ -33,7 +33,7 @@ def problems(draw, most=4):
         "page": page,
         "window": draw(st.none() | st.integers(1, 90)),
         "with_sinks": draw(st.booleans()),
-        "lists": draw(st.none() | st.integers(1, 5)),
+        "lists": draw(st.none() | st.integers(0, 5)),
         "list_heads": draw(st.booleans()),
         "scale": draw(st.sampled_from([0.3, -0.2])),
         "seed": draw(st.integers(0, 99)),
@@ -63,6 +63,43 @@ def test_the_reference_equals_dense_attention(options, dtype):
 def test_prompts_parts_of_prompts_and_single_tokens_in_one_call(dtype):
     case = Packed((0, 70, 130, 9, 64), (33, 20, 1, 2, 1), page=64, dim=64, dtype=dtype)
     case.check(case.run("triton"))
+
+
+@interpreted
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("counts", [(1, 2), (20, 1)], ids=str)
+def test_lists_that_name_no_page_of_the_sequence_read_nothing(backend, counts):
+    """Also where page times tokens a page is beyond int32."""
+    for size, fill in ((0, 0), (2, -1), (2, 2**31 - 1), (1, 2**26), (3, 2**25 + 1), (1, -(2**31))):
+        case = Packed((70, 3), counts, page=64, dim=64, lists=size)
+        case.selected = case.selected.fill_(fill)
+        assert not case.run(backend).any(), (size, fill)
+        case.sinks = torch.zeros(6)
+        assert not case.run(backend).any(), (size, fill)
+
+
+@interpreted
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_sequence_without_a_token_in_the_block_is_passed_over(backend):
+    """`extend` of one number a sequence allows 0."""
+    pool = PagePool(
+        layers=1, slots=8, page_tokens=64, kv_heads=1, head_dim=64, dtype=torch.float32, device="cpu"
+    )  # fmt: skip
+    kv = PagedKV(pool, 3)
+    for counts in ([3, 2, 5], [2, 0, 1], [0, 30, 1], [30, 0, 30]):
+        kv.extend(counts)
+        q, k, v = torch.randn(sum(counts), 2, 64), *torch.randn(2, sum(counts), 1, 64)
+        kv.append(0, k, v)
+        out = paged_attention(q, k, v, kv, 0, scale=0.1, backend=backend)
+        at = 0
+        for s, count in zip(kv.sequences, counts):
+            rows = torch.tensor(pool.table.slots(s))
+            keys, values = (x[0][rows].flatten(0, 1)[: kv.length(s)].double()[:, 0] for x in (pool.k, pool.v))
+            for i in range(count):
+                end = kv.length(s) - count + i + 1
+                true = (q[at].double() @ keys[:end].T * 0.1).softmax(-1) @ values[:end]
+                torch.testing.assert_close(out[at].double(), true, rtol=1e-4, atol=1e-4)
+                at += 1
 
 
 @interpreted
@@ -103,6 +140,9 @@ def test_what_a_mixed_batch_refuses():
     refused("window", window=0)
     refused("scale", scale=float("nan"))
     refused("sinks", sinks=torch.zeros(5))
+    refused("sinks to be a tensor", sinks=[0.0] * 6)
+    refused("no backward", sinks=torch.zeros(6, requires_grad=True))
+    refused("selected to be a tensor", selected=[[0]])
     refused(r"selected \[2, 2 or 1, 2, K\]", selected=torch.zeros(2, 2, 1, 4, dtype=torch.int32))
     refused("int32", selected=torch.zeros(2, 2, 2, 4, dtype=torch.int64))
     refused("need a PagedKV", past=object())

@@ -68,7 +68,9 @@ def test_decoding_waits_for_nothing():
     try:
         case.kv.append(0, case.k, case.v)
         case.run("auto")
-        for _ in range(130):  # across a page
+        for step in range(130):  # across a page
+            if step % 50 == 20:
+                case.kv.fork(case.ids[0])  # whose last page is copied
             case.kv.extend(dict.fromkeys(case.ids[:2], 1))
             for layer in (0, 1):
                 case.kv.append(layer, case.k[:2], case.v[:2])

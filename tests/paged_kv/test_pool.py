@@ -349,7 +349,8 @@ def test_what_rewind_truncate_and_extend_refuse():
     [
         {"layers": 0}, {"layers": True}, {"slots": 0}, {"page_tokens": -1}, {"page_tokens": 1.0}, {"kv_heads": 0},
         {"kv_heads": [1]}, {"kv_heads": [1, 2, 3]}, {"head_dim": [4, 0]}, {"head_dim": True}, {"dtype": torch.int32},
-        {"grad_dtype": torch.int64},
+        {"grad_dtype": torch.int64}, {"dtype": "float32"}, {"dtype": None}, {"dtype": torch.float8_e4m3fn},
+        {"grad_dtype": "float32"},
     ],
 )  # fmt: skip
 def test_what_a_pool_refuses(bad):

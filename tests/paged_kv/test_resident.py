@@ -213,6 +213,9 @@ def test_what_append_refuses_without_padding():
     for bad_k, bad_v in ((k[:2], v), (k, v[:2]), (k.float(), v), (k, v[:, :, :1]), (k.to("meta"), v)):
         with pytest.raises(ValueError, match=r"expected [kv] \[3, 1, 2\]"):
             kv.append(0, bad_k, bad_v)
+    for bad_k, bad_v in ((None, v), (k, [1.0]), (k.numpy(), v)):
+        with pytest.raises(ValueError, match=r"expected [kv] to be a tensor"):
+            kv.append(0, bad_k, bad_v)
     for call in (
         lambda: kv.truncate({a: 3}),
         lambda: kv.truncate({a: -1}),
@@ -222,6 +225,20 @@ def test_what_append_refuses_without_padding():
         with pytest.raises(ValueError, match="expected"):
             call()
     assert kv.pool.k[0].isnan().all()
+
+
+def test_a_cache_without_sequences_can_be_released_and_wants_a_pool():
+    kv = make()
+    kv.release()
+    assert kv.contiguous and kv.sequences == kv.lengths == ()
+    a = kv.add()
+    write(kv, {a: [1.0]})
+    kv.free(a)
+    kv.release()
+    assert kv.pool.table.free_pages == SLOTS and kv.max_sequences == 256
+    for bad in (None, kv.pool.table):
+        with pytest.raises(ValueError, match="expected a PagePool"):
+            PagedKV(bad)
 
 
 def test_sequences_of_another_cache_on_the_same_pool_are_not_ours():

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import auto, packed
 from .function import Accumulate, Backend, Call, Kept, PagedAttention
 from .page_table import is_count
-from .past import Geometry, PastSource
+from .past import Geometry, PastSource, listed
 
 BackendName = Literal["auto", "reference", "triton", "cudnn"]
 _MODULES = {"reference": "reference", "triton": "triton_attention", "cudnn": "cudnn"}
@@ -65,6 +65,7 @@ def paged_attention(
     documents = _check_documents(documents, q)
     selected = _check_selected(selected, q, k, lengths, past.page_tokens)
     _check_kept(kept, layer, q)
+    window = None if window is None else min(window, 2**31)  # beyond every position, and none overflows
     geometry = Geometry(float(scale), lengths, past.page_tokens, window, documents, selected)
     chosen = load_backend(auto.choose(q, k, geometry, past)[0] if backend == "auto" else backend)
     call = Call(past, layer, geometry, _first_page(geometry, first_token), chosen, accumulate, kept)
@@ -158,8 +159,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_past(past: PastSource, layer: int, batch: int) -> tuple[int, ...]:
     if not is_count(layer, 0):
         raise ValueError(f"paged_attention: expected layer to be an int >= 0, got {layer!r}")
-    if not is_count(past.page_tokens, 1):
-        raise ValueError(f"paged_attention: expected past.page_tokens to be a positive int, got {past.page_tokens!r}")
+    page_tokens = getattr(past, "page_tokens", None)
+    if not is_count(page_tokens, 1):
+        raise ValueError(
+            f"paged_attention: expected a past with page_tokens, a positive int, got {type(past).__name__} with "
+            f"{page_tokens!r}"
+        )
     lengths = tuple(past.lengths)
     if len(lengths) != batch or not all(is_count(n, 0) for n in lengths):
         raise ValueError(f"paged_attention: expected past.lengths to be {batch} ints >= 0 (q's batch), got {lengths}")
@@ -180,6 +185,8 @@ def _check_options(scale: float, window: int | None, first_token: int | None, ac
 def _check_sinks(sinks: Tensor | None, q: Tensor, heads: int) -> None:
     if sinks is None:
         return
+    if not isinstance(sinks, Tensor):
+        raise ValueError(f"paged_attention: expected sinks to be a tensor [{heads}], got {type(sinks).__name__}")
     if tuple(sinks.shape) != (heads,) or not sinks.is_floating_point() or sinks.device != q.device:
         raise ValueError(
             f"paged_attention: expected sinks [{heads}] of a floating dtype on {q.device}, got {list(sinks.shape)} of "
@@ -190,6 +197,8 @@ def _check_sinks(sinks: Tensor | None, q: Tensor, heads: int) -> None:
 def _check_documents(documents: Tensor | None, q: Tensor) -> Tensor | None:
     if documents is None:
         return None
+    if not isinstance(documents, Tensor):
+        raise ValueError(f"paged_attention: expected documents to be a tensor [B, C], got {type(documents).__name__}")
     if documents.shape != q.shape[:2] or documents.device != q.device:
         raise ValueError(
             f"paged_attention: expected documents {list(q.shape[:2])} on {q.device}, got {list(documents.shape)} on "
@@ -205,6 +214,8 @@ def _check_selected(
 ) -> Tensor | None:
     if selected is None:
         return None
+    if not isinstance(selected, Tensor):
+        raise ValueError(f"paged_attention: expected selected to be a tensor, got {type(selected).__name__}")
     blocks = max((n + q.shape[1] - 1) // page - n // page + 1 for n in lengths)
     heads = (1, k.shape[2])
     shape = tuple(selected.shape)
@@ -217,7 +228,7 @@ def _check_selected(
         raise ValueError(
             f"paged_attention: expected selected of int32 on {q.device}, got {selected.dtype} on {selected.device}"
         )
-    return selected.contiguous()
+    return listed(selected)
 
 
 def _check_kept(kept: Kept | None, layer: int, q: Tensor) -> None:

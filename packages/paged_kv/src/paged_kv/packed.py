@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .device_table import Block
+from .past import listed
 from .resident import PagedKV
 
 Attend = Callable[..., Tensor]
@@ -41,13 +42,13 @@ def packed_attention(
     Returns: [T, H, D]
     Raises: ValueError for anything that does not fit
     """
-    block = _check(q, k, v, kv, layer)
+    block = _check(q, k, v, sinks, kv, layer)
     selected = _check_selected(selected, k, block, kv)
     tokens = block.tokens
     few, most = _decoded(q, k, kv, tokens, backend)
     groups: dict[int, list[int]] = {}
     for s, count in enumerate(tokens):
-        if s not in few:
+        if count and s not in few:
             groups.setdefault(count, []).append(s)
     if groups and q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
@@ -84,7 +85,7 @@ def _decoded(q: Tensor, k: Tensor, kv: PagedKV, tokens: tuple[int, ...], backend
         if backend == "triton":
             raise ValueError(f'paged_attention, backend "triton": {obstacle}; use backend="reference"')
         return set(), 0
-    few = {s for s, count in enumerate(tokens) if count <= kernel.MAX_TOKENS}
+    few = {s for s, count in enumerate(tokens) if 0 < count <= kernel.MAX_TOKENS}
     return few, max((tokens[s] for s in few), default=0)
 
 
@@ -122,7 +123,7 @@ def _query_blocks(block: Block, s: int, page: int) -> int:
     return (block.ends[s] - 1) // page - block.starts[s] // page + 1
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int) -> Block:
+def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kv: PagedKV, layer: int) -> Block:
     if not isinstance(kv, PagedKV):
         raise ValueError(
             f"paged_attention: tokens without padding, [T, H, D], need a PagedKV, got {type(kv).__name__}; other pasts "
@@ -144,7 +145,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int) -> Block:
             )
     if not q.shape[1] or q.shape[1] % groups:
         raise ValueError(f"paged_attention: expected query heads to be a multiple of {groups}, got {q.shape[1]}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
         raise ValueError(
             "paged_attention: tokens without padding, [T, H, D], have no backward: call it under torch.no_grad(), or "
             "train with [B, C, H, D]"
@@ -157,6 +158,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int) -> Block:
 def _check_selected(selected: Tensor | None, k: Tensor, block: Block, kv: PagedKV) -> Tensor | None:
     if selected is None:
         return None
+    if not isinstance(selected, Tensor):
+        raise ValueError(f"paged_attention: expected selected to be a tensor, got {type(selected).__name__}")
     blocks = max(_query_blocks(block, s, kv.page_tokens) for s in range(len(block.sequences)))
     shape = tuple(selected.shape)
     if len(shape) != 4 or shape[0] != len(block.sequences) or shape[1] not in (1, k.shape[1]) or shape[2] != blocks:
@@ -168,4 +171,4 @@ def _check_selected(selected: Tensor | None, k: Tensor, block: Block, kv: PagedK
         raise ValueError(
             f"paged_attention: expected selected of int32 on {k.device}, got {selected.dtype} on {selected.device}"
         )
-    return selected.contiguous()
+    return listed(selected)

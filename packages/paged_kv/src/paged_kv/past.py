@@ -82,3 +82,8 @@ class Geometry:
     window: int | None = None
     documents: Tensor | None = None
     selected: Tensor | None = None
+
+
+def listed(selected: Tensor) -> Tensor:
+    """Page lists as kernels read them: contiguous, and with an entry each, so that empty lists list nothing (-1)."""
+    return selected.contiguous() if selected.shape[3] else selected.new_full((*selected.shape[:3], 1), -1)

@@ -37,9 +37,10 @@ class PagePool:
         if not is_count(layers, 1):
             raise ValueError(f"PagePool: expected layers to be a positive int, got {layers!r}")
         heads, dims = _per_layer("kv_heads", kv_heads, layers), _per_layer("head_dim", head_dim, layers)
+        for name, value in (("dtype", dtype), ("grad_dtype", dtype if grad_dtype is None else grad_dtype)):
+            if not isinstance(value, torch.dtype) or not value.is_floating_point or value.itemsize < 2:
+                raise ValueError(f"PagePool: expected {name} to be a floating dtype of at least 16 bits, got {value!r}")
         grad_dtype = grad_dtype or torch.promote_types(dtype, torch.float32)
-        if not dtype.is_floating_point or not grad_dtype.is_floating_point:
-            raise ValueError(f"PagePool: expected floating dtypes, got {dtype} and grad_dtype {grad_dtype}")
         self.table = PageTable(slots, page_tokens)
         self.layers, self.page_tokens, self.dtype, self.grad_dtype = layers, page_tokens, dtype, grad_dtype
         # Pages born under inference_mode could not be written by the next training step.
@@ -53,7 +54,10 @@ class PagePool:
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy pages of keys and values in every layer: (from, to) slots, no target twice."""
-        source, target = torch.tensor(copies, dtype=torch.int64).T.contiguous().to(self.device)
+        both = torch.tensor(copies, dtype=torch.int64).T.contiguous()
+        if self.device.type == "cuda":
+            both = both.pin_memory()  # so that the copy does not wait
+        source, target = both.to(self.device, non_blocking=True)
         with torch.no_grad():
             for pages in (*self.k, *self.v):
                 pages.index_copy_(0, target, pages[source])

@@ -60,7 +60,7 @@ class PagedKV(Sequences):
     @property
     def contiguous(self) -> bool:
         """Whether every sequence's past lies in consecutive slots, which vendor kernels need."""
-        return self.view().contiguous
+        return not self._in_block or self.view().contiguous
 
     def extend(self, tokens: Lengths | Mapping[int, int]) -> None:
         """Open the next block; the block before it becomes past. The pages are taken and shared ones copied, or nothing
@@ -104,6 +104,9 @@ class PagedKV(Sequences):
         if self._block is None:
             raise ValueError("PagedKV.append: no block is open; call extend(tokens) first")
         pages, tokens = (self.pool.k[layer], self.pool.v[layer]), self._block.tokens
+        for name, x in (("k", k), ("v", v)):
+            if not isinstance(x, Tensor):
+                raise ValueError(f"PagedKV.append: expected {name} to be a tensor, got {type(x).__name__}")
         packed = k.ndim == 3
         shape = (*((sum(tokens),) if packed else (len(tokens), max(tokens))), *pages[0].shape[2:])
         for name, x in (("k", k), ("v", v)):

@@ -18,6 +18,8 @@ class Sequences:
     """
 
     def __init__(self, pool: PagePool, batch: int, max_sequences: int) -> None:
+        if not isinstance(pool, PagePool):
+            raise ValueError(f"PagedKV: expected a PagePool, got {type(pool).__name__}")
         for name, value, least in (("batch", batch, 0), ("max_sequences", max_sequences, 1)):
             if not is_count(value, least):
                 raise ValueError(f"PagedKV: expected {name} to be an int >= {least}, got {value!r}")
@@ -41,6 +43,11 @@ class Sequences:
     @property
     def batch(self) -> int:
         return len(self._written)
+
+    @property
+    def max_sequences(self) -> int:
+        """How many sequences there may be at a time."""
+        return self._most
 
     def length(self, sequence: int) -> int:
         """Tokens of a sequence, those of the open block included."""
@@ -101,7 +108,8 @@ class Sequences:
 
     def release(self) -> None:
         """Give every page and gradient page back; every sequence is empty and may be filled again."""
-        self.truncate(0)
+        if self._written:
+            self.truncate(0)
 
     def _settle(self) -> None:
         """Count what the open block wrote as written."""

@@ -155,7 +155,7 @@ def _paged_attention_decode_kernel(
                 # A page counts once, however often it is listed.
                 earlier = (pages == tl.load(listed + page)) & (places < page)
                 page = tl.load(listed + page)
-                there = (page >= 0) & (page * PAGE < written) & (tl.sum(earlier.to(tl.int32), 0) == 0)
+                there = (page >= 0) & (page <= (written - 1) // PAGE) & (tl.sum(earlier.to(tl.int32), 0) == 0)
                 page = tl.where(there, page, 0)
                 written = tl.where(there, written, 0)
             base = page * PAGE + i % TILES * BLOCK_N
