@@ -170,6 +170,103 @@ def test_what_is_refused():
         other.generate(**inputs, max_new_tokens=2)
 
 
+def snapshot(cache):
+    kv = cache.kv
+    return kv.sequences, [kv.length(s) for s in kv.sequences], pages(cache), cache.get_seq_length(), cache._batch
+
+
+@pytest.mark.parametrize("refusal", ["out of pages", "too many sequences"])
+def test_a_batch_that_does_not_fit_leaves_nothing_and_a_smaller_one_runs(refusal):
+    model, small = make("qwen2"), prompts((5,)) | {"max_new_tokens": 4, "do_sample": False}
+    want = model.generate(**small)
+    with PagedCache(model, tokens=64, page_tokens=16, max_sequences=3) as cache:
+        before = snapshot(cache)
+        if refusal == "out of pages":
+            with pytest.raises(OutOfPages, match="6 more pages needed, 4 of 4 free"):
+                model.generate(**prompts((40, 33)), max_new_tokens=4, **cache.argument)
+        else:
+            with pytest.raises(ValueError, match="at most 3 sequences, got a batch of 4"):
+                model.generate(**prompts((5,) * 4), max_new_tokens=4, **cache.argument)
+        assert snapshot(cache) == before
+        assert torch.equal(model.generate(**small, **cache.argument), want)
+
+
+@pytest.mark.parametrize("indices", [[2], [-1], [], [0, 2], [0.0], [True], [0, 1, 0, 1, 0]])
+def test_a_selection_that_does_not_fit_changes_nothing(indices):
+    model, inputs = make("qwen2"), prompts((9, 4)) | {"max_new_tokens": 4, "do_sample": False}
+    with PagedCache(model, tokens=400, page_tokens=16, max_sequences=4) as cache:
+        model.generate(**inputs, **cache.argument)
+        before = snapshot(cache)
+        with pytest.raises(ValueError, match="expected"):
+            cache.batch_select_indices(torch.tensor(indices))
+        for repeats in (0, -1, 1.5, "2", True, 3):
+            with pytest.raises(ValueError, match="expected"):
+                cache.batch_repeat_interleave(repeats)
+        for columns in (-1.5, "2", None, 1, -13):
+            with pytest.raises(ValueError, match="expected an int in"):
+                cache.crop(columns)
+        assert snapshot(cache) == before
+        cache.batch_repeat_interleave(2)
+        assert len(cache.kv.sequences) == 4
+
+
+def test_only_its_own_models_attention_reads_the_pages():
+    """Any other would see no past, and generate something all the same."""
+    model, other = make("qwen2"), make("llama")
+    inputs = prompts((9, 4)) | {"max_new_tokens": 4, "do_sample": False}
+    want, cache = model.generate(**inputs), PagedCache(model, tokens=400, page_tokens=16)
+    for _ in range(2):  # before it is in force, and after
+        with pytest.raises(ValueError, match="only the attention of its own"):
+            model.generate(**inputs, **cache.argument)
+        with cache:
+            with pytest.raises(ValueError, match="only the attention of its own"):
+                other.generate(**inputs, **cache.argument)
+            with pytest.raises(ValueError, match="in force already"), cache:
+                pass
+            assert torch.equal(model.generate(**inputs, **cache.argument), want)
+    assert torch.equal(model.generate(**inputs), want)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss"])
+def test_no_backward_goes_through_it(name):
+    model, inputs = make(name), prompts((9, 4))
+    with PagedCache(model, tokens=400, page_tokens=16) as cache:
+        out = model(**inputs, use_cache=True, **cache.argument).logits
+        with pytest.raises(RuntimeError, match="has no backward"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["qwen2_window", "gpt_oss"])
+def test_prompts_in_parts_of_which_some_are_padding_only(name):
+    model, inputs = make(name), prompts((12, 7))
+    inputs = {n: torch.nn.functional.pad(x, (9, 0)) for n, x in inputs.items()}
+    options = {"max_new_tokens": 6, "do_sample": False, "prefill_chunk_size": 4}
+    want = model.generate(**inputs, **options)
+    with PagedCache(model, tokens=400, page_tokens=16) as cache:
+        assert torch.equal(model.generate(**inputs, **options, **cache.argument), want)
+        assert [cache.kv.length(s) for s in cache.kv.sequences] == [17, 12]
+
+
+SAMPLED = {"do_sample": True, "top_k": 20, "temperature": 1.3, "num_return_sequences": 2}
+
+
+@pytest.mark.parametrize("name", ["qwen2_window", "gpt_oss"])
+@pytest.mark.parametrize("lengths", [(1,), (1, 1), (13, 6, 1)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"max_new_tokens": 1}, SAMPLED, SAMPLED | {"num_beams": 3}],
+    ids=["one token", "sampled", "beam sampled"],
+)
+def test_sampling_one_token_and_prompts_of_one_token(name, lengths, options):
+    model = make(name)
+    inputs = prompts(lengths) | {"max_new_tokens": 8} | options
+    torch.manual_seed(1)
+    want = model.generate(**inputs)
+    with PagedCache(model, tokens=1000, page_tokens=16) as cache:
+        torch.manual_seed(1)
+        assert torch.equal(model.generate(**inputs, **cache.argument), want)
+
+
 @pytest.mark.parametrize("kind", ["both ways", "blocks"])
 def test_masks_that_are_no_window_are_refused(kind):
     from paged_kv.hf_mask import seen_by

@@ -10,6 +10,7 @@ Letters: B batch · C columns of one call (tokens and padding) · H query heads 
 from __future__ import annotations
 
 import inspect
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,18 @@ class _Batch:
     @property
     def columns(self) -> int:
         return self.valid.shape[1]
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """Attention's output, which depends on queries, keys and values in a way that no backward follows."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *_: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError("PagedCache: attention over its pages has no backward; train without the cache")
 
 
 class PagedCache(Cache):
@@ -85,6 +98,7 @@ class PagedCache(Cache):
         self.kv = PagedKV(pool, max_sequences=max_sequences)
         self.model, self.backend = model, backend
         self.name = f"paged_kv_{id(self):x}"
+        self._in_force = False
         self._batch: _Batch | None = None
         self._given: tuple[int, Tensor] | None = None  # the layer and keys that attention must come for next
         self._index: Tensor | None = None  # which of the B * C columns are tokens; None: all
@@ -98,6 +112,8 @@ class PagedCache(Cache):
     # The model's attention, while this is in force
 
     def __enter__(self) -> Self:
+        if self._in_force:
+            raise ValueError("PagedCache: in force already; make another cache for another batch")
         held: list[Any] = [getattr(module, "config", None) for module in self.model.modules()]
         configs = {id(config): config for config in held if hasattr(config, "_attn_implementation_internal")}.values()
         self._before = [(config, config._attn_implementation_internal) for config in configs]
@@ -110,9 +126,11 @@ class PagedCache(Cache):
         except BaseException:
             self.__exit__()
             raise
+        self._in_force = True
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._in_force = False
         for config, name in self._before:
             config._attn_implementation_internal = name
         for interface in (AttentionInterface, AttentionMaskInterface):
@@ -140,17 +158,17 @@ class PagedCache(Cache):
         Shapes: query [B, H, C, D]; key, value [B, G, C, D]; out [B, C, H, D]
         """
         name, layer = type(module).__name__, int(module.layer_idx)
+        given, self._given = self._given, None
         unknown = [n for n, x in more.items() if isinstance(x, Tensor) and n not in _HARMLESS]
         if dropout or softcap is not None or unknown:
             raise ValueError(
                 f"PagedCache: {name} asks for dropout {dropout}, softcap {softcap}, {unknown}: not supported"
             )
-        if self._given is None or self._given[0] != layer or self._given[1] is not key:
+        if given is None or given[0] != layer or given[1] is not key:
             raise ValueError(
                 f"PagedCache: {name} attends to other keys than it gave to the cache: call generate or forward with "
                 "**cache.argument"
             )
-        self._given = None
         if not isinstance(attention_mask, Seen):
             raise ValueError(f"PagedCache: {name} was given a mask of its own; pass a 2D attention_mask or none")
         window = attention_mask.window
@@ -163,12 +181,20 @@ class PagedCache(Cache):
             raise ValueError(
                 "PagedCache: padding between a sequence's tokens would count in a sliding window: pad on the left"
             )
-        q, k, v = (self._packed(x) for x in (query, key, value))
-        self.kv.append(layer, k, v)
-        scale = dim**-0.5 if scaling is None else float(scaling)
-        out = paged_attention(q, k, v, self.kv, layer, scale=scale, window=window, sinks=s_aux, backend=self.backend)
-        if self._index is not None:
-            out = out.new_zeros((batch * columns, heads, dim)).index_copy_(0, self._index, out)
+        if self._index is not None and not len(self._index):
+            out = query.new_zeros((batch * columns, heads, dim))  # padding only
+        else:
+            q, k, v = (self._packed(x) for x in (query, key, value))
+            self.kv.append(layer, k, v)
+            scale = dim**-0.5 if scaling is None else float(scaling)
+            sinks = None if s_aux is None else s_aux.detach()
+            out = paged_attention(
+                q, k, v, self.kv, layer, scale=scale, window=window, sinks=sinks, backend=self.backend
+            )
+            if self._index is not None:
+                out = out.new_zeros((batch * columns, heads, dim)).index_copy_(0, self._index, out)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            out = _ForwardOnly.apply(out, query, key, value)
         return out.view(batch, columns, heads, dim), None
 
     def _packed(self, x: Tensor) -> Tensor:
@@ -192,22 +218,47 @@ class PagedCache(Cache):
         if not same:
             raise ValueError("PagedCache: the attention_mask of tokens already in the cache has changed")
         counts = fresh.view(batch, columns).sum(1).tolist()
-        before = self._batch
-        if before is None:
-            nothing = torch.zeros(batch, 1, dtype=torch.bool)
-            before = self._batch = _Batch([self.kv.add() for _ in range(batch)], valid[:, :0], nothing)
-        self.kv.extend({s: n for s, n in zip(before.ids, counts) if n})
+        before = self._batch or self._empty(batch, valid)
+        try:
+            if any(counts):
+                self.kv.extend({s: n for s, n in zip(before.ids, counts) if n})
+        except BaseException:
+            for sequence in before.ids if self._batch is None else ():
+                self.kv.free(sequence)
+            raise
         self._index = None if all(n == columns for n in counts) else fresh.nonzero()[:, 0].to(device)
         begun = torch.cat((before.begun, fresh.view(batch, columns)), 1).cummax(1).values
         gaps = before.gaps or bool((begun[:, :-1] & ~fresh.view(batch, columns)).any())
         self._batch = _Batch(before.ids, valid, begun[:, -1:], gaps)
+
+    def _empty(self, batch: int, valid: Tensor) -> _Batch:
+        self._check_room(batch, "a batch of")
+        return _Batch([self.kv.add() for _ in range(batch)], valid[:, :0], torch.zeros(batch, 1, dtype=torch.bool))
+
+    def _check_room(self, batch: int, what: str) -> None:
+        """Raises: ValueError if so many sequences cannot be held in place of the batch there is"""
+        others = self.kv.batch - (0 if self._batch is None else len(self._batch.ids))
+        if batch + others > self.kv.max_sequences:
+            raise ValueError(
+                f"PagedCache: expected at most {self.kv.max_sequences - others} sequences, got {what} {batch}; give "
+                "PagedCache a larger max_sequences"
+            )
 
     # What transformers asks of a cache
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Nothing is joined: attention finds the past in the pages."""
+        """Nothing is joined: attention finds the past in the pages.
+
+        Raises: ValueError where it would not: the model's attention is not this cache's
+        """
+        pending, self._given = self._given, None
+        if pending is not None or not self._in_force:
+            raise ValueError(
+                f"PagedCache: only the attention of its own {type(self.model).__name__} reads the pages, within `with "
+                "PagedCache(model, …) as cache:`"
+            )
         self._given = (layer_idx, key_states)
         return key_states, value_states
 
@@ -227,6 +278,10 @@ class PagedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last columns away: their number, negative."""
         columns = self.get_seq_length()
+        try:
+            tokens_to_remove = operator.index(tokens_to_remove)
+        except TypeError:
+            raise ValueError(f"PagedCache.crop: expected an int in [-{columns}, 0], got {tokens_to_remove!r}") from None
         if tokens_to_remove > 0 or -tokens_to_remove > columns:
             raise ValueError(f"PagedCache.crop: expected an int in [-{columns}, 0], got {tokens_to_remove}")
         if tokens_to_remove == 0 or self._batch is None:
@@ -241,6 +296,8 @@ class PagedCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        if not is_count(repeats, 1):
+            raise ValueError(f"PagedCache: expected repeats to be a positive int, got {repeats!r}")
         if self._batch is not None:
             self.batch_select_indices(torch.arange(len(self._batch.ids)).repeat_interleave(repeats))
 
@@ -248,8 +305,12 @@ class PagedCache(Cache):
         """The batch's sequences become these of the old ones. The first to go on with one keeps it, others fork it."""
         if self._batch is None:
             return
-        old, chosen = self._batch, indices.tolist()
-        for i in set(range(len(old.ids))) - set(chosen):
+        old, chosen = self._batch, torch.as_tensor(indices).tolist()
+        count = len(old.ids)
+        if not isinstance(chosen, list) or not chosen or not all(is_count(i, 0) and i < count for i in chosen):
+            raise ValueError(f"PagedCache: expected a list of indices in [0, {count}), got {chosen}")
+        self._check_room(len(chosen), "a selection of")
+        for i in set(range(count)) - set(chosen):
             self.kv.free(old.ids[i])
         ids = [self.kv.fork(old.ids[i]) if i in chosen[:at] else old.ids[i] for at, i in enumerate(chosen)]
         self._batch = _Batch(ids, old.valid[torch.tensor(chosen, device=old.valid.device)], old.begun[chosen], old.gaps)
