@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import offload.engine
 from offload import Offloader, PinnedArena, reference
-from offload.engine import Handle
+from offload.engine import LEAVING, Handle
+from offload.lanes import InlineLanes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 DTYPES = [
@@ -163,3 +168,37 @@ def test_cuda_sides_are_checked():
             call(dst, src)
         with pytest.raises(ValueError, match="must be on"):
             call(near, near)
+
+
+class SilentLanes(InlineLanes):
+    """A device that holds no numbers: transfers are enqueued and that is all."""
+
+    class Mark:
+        def synchronize(self) -> None:
+            pass
+
+    def run(self, lane, work, after=()):
+        return self.Mark()
+
+    def mark(self, lane):
+        return self.Mark()
+
+
+@pytest.mark.parametrize("wait", ["wait", "synchronize"])
+def test_device_memory_is_given_up_once_a_transfer_from_it_was_waited_for(wait):
+    lanes = SilentLanes(torch.device("meta"))
+    with mock.patch.object(offload.engine, "lanes_for", lambda _device: lanes):
+        offloader = Offloader("cpu")
+    handles = []
+    for _ in range(LEAVING + 3):
+        handles.append(offloader.write_back(torch.empty(3), torch.empty(3, device="meta")))
+    assert len(meta_tensors()) == LEAVING
+    getattr(handles[-2], wait)()
+    assert len(meta_tensors()) == 1
+    for handle in reversed(handles):
+        getattr(handle, wait)()
+    assert not meta_tensors()
+
+
+def meta_tensors() -> list[torch.Tensor]:
+    return [x for x in gc.get_objects() if type(x) is torch.Tensor and x.is_meta]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import types
 
 import pytest
@@ -219,3 +220,62 @@ def test_a_loss_lets_go_of_its_tensors_at_once(end, more):
     finally:
         gc.enable()
     assert not any("_compiled_call_impl" in vars(layer) for layer in model.model.layers)
+
+
+def test_a_loss_of_the_same_model_within_a_loss():
+    """A loss function may score with the model that is being trained."""
+    model = build(configs()["qwen2"])
+
+    def plain(logits, labels):
+        return -logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+
+    for more in PLACES:
+        inner = [torch.no_grad, torch.enable_grad]
+
+        def scored(logits, labels, more=more, inner=inner):
+            for mode in inner:
+                with mode():
+                    chunked_loss(model, tokens(1, 17, seed=3), config=config(**more), loss_fn=plain)
+            return plain(logits, labels)
+
+        chunked_backward(model, IDS, config=config(**more), loss_fn=plain)
+        alone = gradients(model)
+        chunked_backward(model, IDS, config=config(**more), loss_fn=scored)
+        assert max(gradient_errors(gradients(model), alone)) == 0
+
+
+def test_what_a_hook_brings_in_learns_in_frozen_layers_too():
+    """A vector that steers a frozen model belongs to no module."""
+    model, steer = build(configs()["qwen2"]), torch.full((32,), 0.1, dtype=torch.float64, requires_grad=True)
+    model.model.requires_grad_(False)
+    model.model.layers[0].mlp.register_forward_hook(lambda _module, _args, out: out + steer)
+    found = []
+    for recompute in ("chunk", "layer"):
+        for more in PLACES:
+            chunked_backward(model, IDS, config=config(recompute=recompute, **more))
+            found.append(steer.grad)
+            steer.grad = None
+    assert all(torch.allclose(grad, found[0], rtol=1e-10) for grad in found) and bool(found[0].any())
+
+
+def test_inference_mode_around_enabled_gradients():
+    model = build(configs()["qwen2"])
+    expected = float(chunked_loss(model, IDS, config=config()).detach())
+    for more in PLACES:
+        with torch.inference_mode(), torch.enable_grad():
+            for entry in (chunked_loss, chunked_backward):
+                assert float(entry(model, IDS, config=config(**more))) == pytest.approx(expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_fork_that_drops_its_parents_loss(capfd):
+    model = build(configs()["qwen2"])
+    loss = chunked_loss(model, IDS, config=config(**ON_THE_HOST))
+    child = os.fork()
+    if child == 0:
+        del loss
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    loss.backward()
+    assert capfd.readouterr().err == ""

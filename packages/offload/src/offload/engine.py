@@ -31,19 +31,27 @@ BITS = {
 class Handle:
     """A transfer under way. Dropped without a wait it is waited for, so that its memory is not handed on too early."""
 
-    __slots__ = ("_held", "_lanes", "_mark")
+    __slots__ = ("_held", "_lanes", "_let_go", "_mark")
 
-    def __init__(self, lanes: Lanes, mark: Mark, held: tuple[Tensor, ...] = ()) -> None:
-        self._lanes, self._mark, self._held = lanes, mark, held
+    def __init__(
+        self,
+        lanes: Lanes,
+        mark: Mark,
+        held: tuple[Tensor, ...] = (),
+        let_go: Callable[[Mark], None] = lambda _: None,
+    ) -> None:
+        self._lanes, self._mark, self._held, self._let_go = lanes, mark, held, let_go
 
     def wait(self) -> None:
         """Let what is enqueued on the device's current stream from now on come after the transfer. The CPU goes on."""
         self._lanes.hold("compute", self._mark)
         self._held = ()
+        self._let_go(self._mark)
 
     def synchronize(self) -> None:
         """Make the CPU wait: after it, it may read a destination on the host and overwrite a source there."""
         self._mark.synchronize()
+        self._let_go(self._mark)
 
     def __del__(self) -> None:
         if self._held:
@@ -164,7 +172,13 @@ class Offloader:
         while len(self._leaving) > LEAVING:
             left, _ = self._leaving.popleft()
             self._lanes.hold("compute", left)
-        return Handle(self._lanes, mark)
+        return Handle(self._lanes, mark, let_go=self._let_go)
+
+    def _let_go(self, reached: Mark) -> None:
+        """Give up the tensors that left, up to a mark that somebody waited for: transfers run in order."""
+        if any(mark is reached for mark, _ in self._leaving):
+            while self._leaving.popleft()[0] is not reached:
+                pass
 
     def _direct(self, host: Tensor, device: Tensor) -> bool:
         """Whether a kernel can reach these rows of the host."""

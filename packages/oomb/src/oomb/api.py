@@ -176,7 +176,8 @@ def _prepare(
             "reentrant activation checkpointing hides the router's logits from the load-balancing loss: enable "
             'checkpointing with {"use_reentrant": False}, or set output_router_logits=False'
         )
-    training = torch.is_grad_enabled() and any(p.requires_grad for p in parts.causal.parameters())
+    records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    training = records and any(p.requires_grad for p in parts.causal.parameters())
     past, context = _storage(parts, profile, batch, chunks, config, training=training)
     rope = HeldRope(parts.decoder, last_position)
     held = Held.of(parts.causal)

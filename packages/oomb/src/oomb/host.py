@@ -23,12 +23,19 @@ class HostLease:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.device = device
+        self.device, self._pid = device, os.getpid()
         self.lanes: Lanes = lanes_for(device)
         self.arena: PinnedArena | None = _borrow(nbytes, device) if nbytes else None
 
+    @property
+    def foreign(self) -> bool:
+        """Whether this is a fork, where neither the arena nor the lanes are of any use."""
+        return os.getpid() != self._pid
+
     def release(self) -> None:
-        """Wait for every transfer, then give the arena back. Idempotent."""
+        """Wait for every transfer, then give the arena back. Idempotent; without effect in a fork."""
+        if self.foreign:
+            return
         arena, self.arena = self.arena, None
         self.lanes.synchronize()
         if arena is not None:

@@ -66,6 +66,9 @@ class Replay:
 
         @torch.compiler.disable(recursive=False)
         def call(*args: Any, **kwargs: Any) -> Tensor:
+            context = kwargs.get("oomb")
+            if context is not None and getattr(context, "replay", None) is not self:
+                return inner(*args, **kwargs)  # a loss within this one, of the same model
             self._check_chain(place, layer, args)
             if torch.is_grad_enabled() and place < self.last:
                 out = self._promise(place, layer, inner, args, kwargs)
@@ -91,7 +94,7 @@ class Replay:
     def _promise(self, place: int, layer: nn.Module, inner: Call, args: tuple, kwargs: dict) -> Tensor:
         """The walk's forward through a layer that is not the last."""
         leaves, spec = tree_flatten((args, kwargs))
-        learns = any(p.requires_grad for p in layer.parameters())
+        learns = any(p.requires_grad for p in layer.parameters()) or _hooked(layer)
         tensors = [x if isinstance(x, Tensor) and x.requires_grad else None for x in leaves]
         if learns or any(x is not None for x in tensors):
             anchor = torch.empty(0, device=args[0].device, requires_grad=True)  # the output must require grad
@@ -181,6 +184,11 @@ class _Layer(torch.autograd.Function):
         replay.done(place)
         grads = [leaves[i].grad if i in ctx.places else None for i in range(len(leaves))]
         return (None,) * 6 + tuple(grads)
+
+
+def _hooked(layer: nn.Module) -> bool:
+    """Whether there are hooks, which may bring in what learns from outside of the layer."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
 
 
 @contextmanager

@@ -167,6 +167,8 @@ class TieredPast:
             raise_on_mismatch(mismatch, self.layers)
 
     def abort(self) -> None:
+        if self.lease.foreign:
+            return  # a fork drops the loss of its parent, whose device it cannot ask for anything
         self.near.kv.clear()
         self.near.grads.clear()
         self.recomputed, self.mismatch = {}, {}
@@ -230,7 +232,6 @@ class TieredPast:
         if self.start < self.near.last_token:
             if layer not in self.near.kv:
                 self.near.kv[layer] = self.near.allocate(self.layers[layer], self.layers[layer].dtype)
-
             into = [self.near.tokens(rows, self.start, self.stop) for rows in self.near.kv[layer]]
             moves = [(rows, new[:, : rows.shape[1]]) for rows, new in zip(into, (k, v), strict=True)]
             self.lanes.run("compute", lambda: [rows.copy_(new) for rows, new in moves])
