@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload.engine
 from offload import Offloader, PinnedArena, reference
@@ -189,16 +189,19 @@ def test_device_memory_is_given_up_once_a_transfer_from_it_was_waited_for(wait):
     lanes = SilentLanes(torch.device("meta"))
     with mock.patch.object(offload.engine, "lanes_for", lambda _device: lanes):
         offloader = Offloader("cpu")
-    handles = []
+    handles, sent = [], []
     for _ in range(LEAVING + 3):
-        handles.append(offloader.write_back(torch.empty(3), torch.empty(3, device="meta")))
-    assert len(meta_tensors()) == LEAVING
+        source = torch.empty(3, device="meta")
+        sent.append(StorageWeakRef(source.untyped_storage()))
+        handles.append(offloader.write_back(torch.empty(3), source))
+        del source
+    assert kept_alive(sent) == LEAVING
     getattr(handles[-2], wait)()
-    assert len(meta_tensors()) == 1
+    assert kept_alive(sent) == 1
     for handle in reversed(handles):
         getattr(handle, wait)()
-    assert not meta_tensors()
+    assert kept_alive(sent) == 0
 
 
-def meta_tensors() -> list[torch.Tensor]:
-    return [x for x in gc.get_objects() if type(x) is torch.Tensor and x.is_meta]
+def kept_alive(storages: list[StorageWeakRef]) -> int:
+    return sum(not storage.expired() for storage in storages)

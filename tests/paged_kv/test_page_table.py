@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from paged_kv import OutOfPages, PageTable, page_table
 
@@ -36,6 +36,10 @@ class Machine(RuleBasedStateMachine):
 
     def state(self):
         return {s: (self.table.slots(s), self.table.length(s)) for s in self.tokens}, self.table.free_pages
+
+    @initialize(target=sequences, near=st.integers(0, SLOTS - 1))
+    def begin(self, near):
+        return self.add(near)
 
     @rule(target=sequences, near=st.integers(0, SLOTS - 1))
     def add(self, near):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from paged_kv import OutOfPages, PagedKV, PagePool, paged_attention
 
@@ -48,6 +48,10 @@ class Machine(RuleBasedStateMachine):
         self.kv = make(max_sequences=5)
         self.tokens = {}
         self.stamp = 0
+
+    @initialize(target=sequences)
+    def begin(self):
+        return self.add()
 
     @rule(target=sequences)
     def add(self):
