@@ -189,7 +189,12 @@ def test_device_memory_does_not_grow_with_the_context():
     peaks = []
     for length in (4096, 16384):
         config = ChunkConfig(
-            chunk_tokens=512, page_tokens=64, backend="triton", gpu_kv_budget_bytes=1, segment_tokens=1024
+            chunk_tokens=512,
+            page_tokens=64,
+            backend="triton",
+            gpu_kv_budget_bytes=1,
+            gpu_keep_budget_bytes=0,
+            segment_tokens=1024,
         )
         chunked_backward(model, tokens(1, length), config=config)
         model.zero_grad(set_to_none=True)

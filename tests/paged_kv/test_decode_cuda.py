@@ -69,9 +69,10 @@ def test_decoding_waits_for_nothing():
         case.kv.append(0, case.k, case.v)
         case.run("auto")
         for step in range(130):  # across a page
-            if step % 50 == 20:
-                case.kv.fork(case.ids[0])  # whose last page is copied
+            forks = [case.kv.fork(case.ids[0])] if step % 50 == 20 else []  # whose last page is copied
             case.kv.extend(dict.fromkeys(case.ids[:2], 1))
+            for fork in forks:
+                case.kv.free(fork)
             for layer in (0, 1):
                 case.kv.append(layer, case.k[:2], case.v[:2])
             paged_attention(case.q[:2], case.k[:2], case.v[:2], case.kv, 1, scale=0.1)
