@@ -1,44 +1,101 @@
-"""Where the time of one chunked step goes on the GPU: kernels by total time, and how long the GPU was busy.
+"""Where the time of one chunked step goes on the GPU: by kind of kernel, kernel by kernel, and the gaps between them.
 
-python3 benchmarks/profile_step.py --system "resident" --tokens 32768
+    python3 benchmarks/profile_step.py --systems resident "all on the host" --layers 4 --tokens 131072
+
+A few layers tell about all: everything but loss and embedding is the same in each. Products and attention are printed
+beside their FLOPs.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
+from gpu_trace import Event, device_events, gaps, is_compute, length, merged, overlap
 from step import SYSTEMS, VOCAB, build, use_liger
 from torch.profiler import ProfilerActivity, profile
+
+PEAK = 690e12  # FLOP/s of products this size (an H200)
+
+
+def flops(model, tokens: int) -> dict[str, float]:
+    """What a step computes, by kind: layers and head twice forward, backward as twice that; attention once, and 2.5."""
+    config = model.config
+    layers = config.num_hidden_layers
+    linear = 2 * sum(p.numel() for p in model.model.layers.parameters())
+    head = 2 * model.lm_head.weight.numel()
+    attention = 2 * config.hidden_size * tokens  # causal: half of 4
+    return {
+        "matmul": 4 * tokens * (linear + head),
+        "attention forward": tokens * layers * attention,
+        "attention backward": 2.5 * tokens * layers * attention,
+    }
+
+
+def report(events: Sequence[Event], work: dict[str, float], rows: int) -> None:
+    compute = [e for e in events if is_compute(e)]
+    busy = merged(compute)
+    print(f"  compute busy {length(busy):.3f} s of {events[-1].stop:.3f} s")
+    for kind in ("copies in", "copies out"):
+        spans = merged(e for e in events if e.kind == kind)
+        if spans:
+            under = overlap(spans, busy) / length(spans)
+            print(f"  {kind}: {length(spans):.3f} s, {100 * under:.1f} % of it under compute")
+    kinds: dict[str, list[float]] = defaultdict(list)
+    names: dict[tuple, list[float]] = defaultdict(list)
+    for e in events:
+        kinds[e.kind].append(e.seconds)
+        names[e.name, e.grid].append(e.seconds)
+    for kind, seconds in sorted(kinds.items(), key=lambda entry: -sum(entry[1])):
+        rate = f"  {work[kind] / sum(seconds) / 1e12:6.0f} TFLOP/s" if kind in work else ""
+        print(f"  {sum(seconds):8.4f} s {len(seconds):7d} x  {kind}{rate}")
+    print("  -- kernels, by grid")
+    for (name, grid), seconds in sorted(names.items(), key=lambda entry: -sum(entry[1]))[:rows]:
+        mean = 1e6 * sum(seconds) / len(seconds)
+        print(f"  {sum(seconds):8.4f} s {len(seconds):6d} x {mean:8.0f} us  {list(grid)!s:20s} {name[:110]}")
+    between: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for seconds, before, after in gaps(events):
+        between[before[:50], after[:50]].append(seconds)
+    print(f"  -- gaps: {sum(map(sum, between.values())):.4f} s, where they are longest")
+    for (before, after), seconds in sorted(between.items(), key=lambda entry: -sum(entry[1]))[:8]:
+        print(f"  {sum(seconds):8.4f} s {len(seconds):6d} x  {before} | {after}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--system", default="resident", choices=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", default=["resident"], choices=list(SYSTEMS))
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--rows", type=int, default=30)
     arguments = parser.parse_args()
-    use_liger()
+    liger = use_liger()
     model = build(arguments.layers)
-    ids = torch.randint(VOCAB, (1, arguments.tokens)).cuda()
-    step = SYSTEMS[arguments.system]
-    for _ in range(2):
+    ids = torch.randint(VOCAB, (1, arguments.tokens), generator=torch.Generator().manual_seed(1)).cuda()
+
+    def step(system: str, ids: torch.Tensor) -> float:
         model.zero_grad(set_to_none=True)
-        step(model, ids)
-    model.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        step(model, ids)
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    rows = [(e.key, e.self_device_time_total / 1e6, e.count) for e in trace.key_averages() if e.self_device_time_total]
-    busy = sum(row[1] for row in rows)
-    print(f"{arguments.system}, {arguments.tokens} tokens: {seconds:.2f} s, kernels {busy:.2f} s")
-    for name, total, count in sorted(rows, key=lambda row: -row[1])[: arguments.rows]:
-        print(f"{total:8.3f} s {100 * total / busy:5.1f} % {count:7d} x {1e6 * total / count:9.0f} us  {name[:90]}")
+        start = time.perf_counter()
+        SYSTEMS[system](model, ids)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, liger {liger}, {arguments.layers} layers")
+    for system in arguments.systems:
+        step(system, ids[:, :49152])
+        first, second = (step(system, ids) for _ in range(2))  # the first of a length builds cuDNN's plans for it
+        torch.cuda.reset_peak_memory_stats()
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            seconds = step(system, ids)
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        print(
+            f"\n{system}, {arguments.tokens} tokens: {first:.3f} s the first time, {second:.3f} s the second, "
+            f"{seconds:.3f} s profiled; peak {peak:.1f} GiB"
+        )
+        report(device_events(trace), flops(model, arguments.tokens), arguments.rows)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,9 @@ SYSTEMS: dict[str, Callable] = {
         chunk_tokens=8192, recompute="chunk", gpu_kv_budget_bytes=60 * GIB, **NOTHING_KEPT
     ),
     "all on the host": ours(chunk_tokens=8192, **ON_HOST),
+    "resident, 16384": ours(chunk_tokens=16384, gpu_kv_budget_bytes=60 * GIB, gpu_keep_budget_bytes=80 * GIB),
     "all on the host, 16384": ours(chunk_tokens=16384, **ON_HOST),
+    "all on the host, 32768": ours(chunk_tokens=32768, **ON_HOST),
     "all on the host, 4096": ours(chunk_tokens=4096, **ON_HOST),
     "pages on the device, kept on the host": ours(
         chunk_tokens=8192, gpu_kv_budget_bytes=60 * GIB, gpu_keep_budget_bytes=0
