@@ -5,7 +5,7 @@ layers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -96,7 +96,7 @@ class PassContext:
             accumulate=self.config.accumulate,
         )
 
-    def _kept(self, layer: int) -> MutableMapping[int, tuple[Tensor, Tensor]] | None:
+    def _kept(self, layer: int) -> _KeptOutputs | None:
         # the last layer of a replayed chunk runs once, with its graph
         if self.index not in self.kept_chunks or (self.replay is not None and layer == list(self.profile.layers)[-1]):
             return None
@@ -119,35 +119,24 @@ def prefetch_kept(shelf: Shelf, layers: Iterable[int]) -> Callable[[int, int], N
     return ahead
 
 
-class _KeptOutputs(MutableMapping[int, tuple[Tensor, Tensor]]):
+class _KeptOutputs:
     """One chunk's attention outputs, layer -> (out, lse), on a shelf."""
 
     def __init__(self, shelf: Shelf, index: int) -> None:
         self.shelf, self.index = shelf, index
 
-    def __contains__(self, layer: object) -> bool:
+    def __contains__(self, layer: int, /) -> bool:
         return ("attention", self.index, layer) in self.shelf
 
-    def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, layer: int, /) -> tuple[Tensor, Tensor]:
         out, lse = self.shelf.get(("attention", self.index, layer))
         return out, lse
 
-    def __setitem__(self, layer: int, value: tuple[Tensor, Tensor]) -> None:
+    def __setitem__(self, layer: int, value: tuple[Tensor, Tensor], /) -> None:
         self.shelf.put(("attention", self.index, layer), value)
 
-    def __delitem__(self, layer: int) -> None:
+    def __delitem__(self, layer: int, /) -> None:
         self.shelf.drop(("attention", self.index, layer))
-
-    def pop(self, layer: int, default: object = None) -> object:  # type: ignore[override]
-        """Drop it; nobody asks for what it was."""
-        del self[layer]
-        return default
-
-    def __iter__(self) -> Iterator[int]:
-        raise NotImplementedError("kept outputs are asked for one by one")
-
-    def __len__(self) -> int:
-        raise NotImplementedError("kept outputs are asked for one by one")
 
 
 @dataclass

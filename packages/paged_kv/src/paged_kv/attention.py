@@ -54,7 +54,7 @@ def paged_attention(
     Source: FlashAttention-2 (arXiv 2307.08691), PagedAttention (arXiv 2309.06180); oracle: reference.py
     In inference the tokens of several sequences come without padding, q [T, H, D] and k, v [T, G, D], in the order of
     `PagedKV.extend({sequence: tokens})`, after `append`: forward only, no documents, first_token or kept (packed.py).
-    `kept`: mapping layer -> (out, lse). Absent: computed and set. Present: reused. The layer's backward pops it.
+    `kept`: mapping layer -> (out, lse). Absent: computed and set. Present: reused. The layer's backward deletes it.
     """
     if all(isinstance(x, Tensor) and x.ndim == 3 for x in (q, k, v)):
         return _packed(q, k, v, past, layer, scale, window, sinks, documents, first_token, selected, kept, backend)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -15,7 +15,21 @@ from torch.autograd.function import once_differentiable
 from .past import Geometry, PastSource, Phase, Segment
 
 Accumulate = Literal["owner", "atomic"]
-Kept = MutableMapping[int, tuple[Tensor, Tensor]]
+
+
+class Kept(Protocol):
+    """Where outputs of the forward wait for the backward: layer -> (out, lse). A dict is one.
+
+    Shapes: out [B, C, H, D]; lse [B, H, C]
+    """
+
+    def __contains__(self, layer: int, /) -> bool: ...
+
+    def __getitem__(self, layer: int, /) -> tuple[Tensor, Tensor]: ...
+
+    def __setitem__(self, layer: int, value: tuple[Tensor, Tensor], /) -> None: ...
+
+    def __delitem__(self, layer: int, /) -> None: ...
 
 
 class Backend(Protocol):
@@ -99,8 +113,8 @@ class PagedAttention(torch.autograd.Function):
                 dk, dv = _with_own_grad(dk, dv, own, k, lse.dtype)
         if need_sinks and dsinks is None:
             dsinks = _sinks_grad(dout, out, lse, sinks)
-        if call.kept is not None:
-            call.kept.pop(call.layer, None)
+        if call.kept is not None and call.layer in call.kept:
+            del call.kept[call.layer]
         return dq if need_q else None, dk if need_k else None, dv if need_v else None, dsinks, None
 
 
