@@ -16,7 +16,7 @@ from .batch import Batch, Chunks, prepare
 from .config import ChunkConfig
 from .held import Held
 from .hf import Parts, Unsupported, attention_installed, refuse_meta, take_apart
-from .host import HostLease
+from .host import HostLease, refuse_fork_with_threads
 from .loss import TokenLoss, cross_entropy
 from .main_grads import main_grads
 from .memory import Machine
@@ -127,6 +127,7 @@ class _Run:
     def around(self, phase: str) -> Iterator[None]:
         """What holds during a pass and not between passes: our attention, the rotary frequencies, fp32 gradients."""
         if phase == "walk":
+            self.past.lease.refuse_fork()
             self.held.check(self.parts.causal)
         with ExitStack() as stack:
             stack.enter_context(attention_installed(self.parts.causal))
@@ -144,6 +145,7 @@ def _prepare(
     config = ChunkConfig() if config is None else config
     if not isinstance(config, ChunkConfig):
         raise ValueError(f"config must be a ChunkConfig, got {type(config).__name__}")
+    refuse_fork_with_threads()
     parts = take_apart(model)
     refuse_meta(parts)
     batch = prepare(

@@ -14,6 +14,7 @@ from offload import Lanes, PinnedArena, lanes_for
 _spare: list[tuple[PinnedArena, torch.device]] = []
 _lock = threading.Lock()
 os.register_at_fork(after_in_child=_spare.clear)  # a fork does not inherit the memory
+_imported_by = os.getpid()
 
 
 class HostLease:
@@ -32,6 +33,14 @@ class HostLease:
         """Whether this is a fork, where neither the arena nor the lanes are of any use."""
         return os.getpid() != self._pid
 
+    def refuse_fork(self) -> None:
+        """Raises: ValueError in a fork, if what the loss needs did not come along"""
+        if self.foreign and (self.arena is not None or self.device.type != "cpu"):
+            raise ValueError(
+                f"this loss was made in process {self._pid} and its memory on {self.device} and the host is not "
+                f"inherited by forks: call backward there, or make the loss in process {os.getpid()}"
+            )
+
     def release(self) -> None:
         """Wait for every transfer, then give the arena back. Idempotent; without effect in a fork."""
         if self.foreign:
@@ -41,6 +50,19 @@ class HostLease:
         if arena is not None:
             arena.reset()
             _give_back(arena, self.device)
+
+
+def refuse_fork_with_threads() -> None:
+    """OpenMP's threads are not inherited by forks, and torch would wait for them for ever.
+
+    Raises: ValueError in a fork in which torch uses several threads
+    """
+    threads = torch.get_num_threads()
+    if os.getpid() != _imported_by and threads > 1:
+        raise ValueError(
+            f"this process is a fork and torch would use {threads} threads in it, which hangs once its parent had used "
+            'them: call torch.set_num_threads(1) in it, or start it with multiprocessing\'s "spawn"'
+        )
 
 
 def spare_bytes() -> int:
