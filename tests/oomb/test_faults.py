@@ -1,0 +1,196 @@
+"""What ends a step in its middle: everything is given back and the next step is right; and nothing leaks in many."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tests.models import build, configs
+from tests.numerics import gradients
+from tests.oomb.lanes import watched
+
+import oomb.host
+from offload import HostOutOfMemory, PinnedArena
+from oomb import ChunkConfig, chunked_backward, chunked_loss
+
+ON_HOST = {"gpu_kv_budget_bytes": 1, "gpu_keep_budget_bytes": 0}
+STEPS = 100
+SITES = 7  # where a step is broken, spread over it
+
+
+@dataclass
+class Case:
+    """A small model, tokens, and a step with everything on the host."""
+
+    device: str
+
+    def __post_init__(self) -> None:
+        config = configs()["qwen2"]
+        cuda = self.device == "cuda"
+        if cuda:  # heads and pages that the kernels take
+            config.head_dim, config.hidden_size = 64, 128
+        self.model = build(config, dtype=torch.bfloat16 if cuda else torch.float64, device=self.device)
+        self.ids = torch.randint(61, (1, 500 if cuda else 26), generator=torch.Generator().manual_seed(0))
+        sizes = (128, 64, 128) if cuda else (6, 4, 8)
+        names = ("chunk_tokens", "page_tokens", "segment_tokens")
+        self.config = ChunkConfig(**dict(zip(names, sizes)), backend="triton" if cuda else "reference", **ON_HOST)
+        self.expected = self.step()
+
+    def step(self, entry: Callable = chunked_backward) -> dict[str, torch.Tensor]:
+        loss = entry(self.model, self.ids, config=self.config)
+        if loss.requires_grad:
+            loss.backward()
+        return gradients(self.model)
+
+    def check(self) -> None:
+        """Host memory is back, and the next step is right."""
+        self.model.zero_grad(set_to_none=True)
+        assert len(oomb.host._spare) == 1, "the arena was not given back"
+        ours = self.step()
+        assert all(torch.equal(ours[name], grad) for name, grad in self.expected.items() if "embed" not in name)
+        torch.testing.assert_close(ours, self.expected)
+
+    def device_bytes(self) -> int:
+        gc.collect()
+        return torch.cuda.memory_allocated() if self.device == "cuda" else 0
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def case(request) -> Case:
+    oomb.host.close_spare()
+    return Case(request.param)
+
+
+class Fault:
+    """Raises a new error when told for the nth time of something; once."""
+
+    def __init__(self, error: type[BaseException], what: tuple[str, ...], at: int) -> None:
+        self.error, self.what, self.at, self.count = error, what, at, 0
+
+    def __call__(self, what: str) -> None:
+        if what in self.what:
+            self.count += 1
+            if self.count == self.at:
+                raise self.error("planted")
+
+
+RUNS = ("in", "out", "compute", "after in", "after out", "after compute")
+ERRORS = {
+    "interrupt": (KeyboardInterrupt, RUNS),
+    "exception": (RuntimeError, RUNS),
+    "device memory": (torch.OutOfMemoryError, ("memory",)),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_anywhere_on_the_way_leaves_the_next_step_right(case, name):
+    error, what = ERRORS[name]
+    entry = chunked_loss if name == "exception" else chunked_backward
+    seen = Fault(error, what, at=0)
+    with watched(on=seen):
+        case.step(entry)
+    before = case.device_bytes()
+    for at in range(1, seen.count + 1, max(seen.count // SITES, 1)):
+        with watched(on=Fault(error, what, at)), pytest.raises(error, match="planted"):
+            case.step(entry)
+        case.check()
+        assert case.device_bytes() <= before
+    assert seen.count > SITES
+
+
+def test_host_memory_that_ends_in_the_middle(case, monkeypatch):
+    take, taken = PinnedArena.take, []
+
+    def counted(arena, *args):
+        taken.append(1)
+        return take(arena, *args)
+
+    monkeypatch.setattr(PinnedArena, "take", counted)
+    case.step()
+    for last in range(0, len(taken), max(len(taken) // SITES, 1)):
+        taken.clear()
+
+        def full(arena, *args, last=last):
+            if len(taken) == last:
+                raise HostOutOfMemory("the host is full", 1, 0, 0)
+            return counted(arena, *args)
+
+        monkeypatch.setattr(PinnedArena, "take", full)
+        with pytest.raises(HostOutOfMemory, match="the host is full"):
+            case.step()
+        monkeypatch.setattr(PinnedArena, "take", take)
+        case.check()
+
+
+def test_an_arena_that_is_refused_leaves_the_next_step_right(case, monkeypatch):
+    oomb.host.close_spare()
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.arena.free_host_bytes", lambda: 1 << 12)
+        with pytest.raises(HostOutOfMemory, match="does not fit"):
+            case.step()
+    case.step()
+    case.check()
+
+
+@pytest.mark.cuda
+def test_a_device_that_is_really_full():
+    case = Case("cuda")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = case.device_bytes()
+    torch.cuda.reset_peak_memory_stats()
+    case.step()
+    peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+    failed = 0
+    for share in (0.1, 0.4, 0.7, 0.95):
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction((before + share * (peak - before)) / total)
+        try:
+            case.step()
+        except torch.OutOfMemoryError:
+            failed += 1
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        case.check()
+    assert failed
+
+
+def test_many_steps_leak_nothing(case):
+    """Every third of them fails somewhere."""
+    steps = STEPS if case.device == "cuda" else STEPS // 2
+    base = {}
+    for number in range(steps):
+        if number % 3 == 2:
+            fault = Fault(KeyboardInterrupt, RUNS, at=1 + 7 * number % 120)
+            try:
+                with watched(on=fault):
+                    case.step()
+            except KeyboardInterrupt:
+                pass
+            case.model.zero_grad(set_to_none=True)
+        else:
+            case.step()
+        if number == steps // 5:
+            base = measured(case)
+    last = measured(case)
+    assert last["tensors"] <= base["tensors"] and last["pinned"] == base["pinned"]
+    assert last["device"] <= base["device"] and last["reserved"] - base["reserved"] < 64 << 20
+    assert last["resident"] - base["resident"] < 24 << 20, "host memory grows"
+
+
+def measured(case: Case) -> dict[str, int]:
+    """Units: bytes, but for tensors"""
+    device = case.device_bytes()
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "tensors": sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()),
+        "pinned": oomb.host.spare_bytes(),
+        "device": device,
+        "reserved": torch.cuda.memory_reserved() if case.device == "cuda" else 0,
+        "resident": resident,
+    }
