@@ -23,7 +23,7 @@ KERNELS = {
     "count": triton_sparse_lists._count_readers_kernel,
     "fill": triton_sparse_lists._fill_readers_kernel,
 }
-FLOATS = ("sinks_ptr", "carry_ptr", "carry_lse_ptr", "lse_ptr", "delta_ptr", "parts_ptr")
+FLOATS = ("sinks_ptr", "carry_ptr", "carry_stats_ptr", "lse_ptr", "delta_ptr", "parts_ptr")
 GRADIENTS = ("dk_pages_ptr", "dv_pages_ptr", "dk_own_ptr", "dv_own_ptr")
 DATA = ("q_ptr", "out_ptr", "dq_ptr")
 
@@ -36,7 +36,7 @@ def describe(name, dtype, constants):
     if name in ("q_rows", "dout_rows"):
         return f"tensordesc<{dtype}[1, {constants['BLOCK_M']}, {dim}]>"
     if name in DATA:
-        return f"*{dtype}"
+        return "*fp32" if name != "q_ptr" and not constants["OWN"] else f"*{dtype}"
     if name in FLOATS or name in GRADIENTS:
         return "*fp32"
     if name.endswith("_ptr"):
@@ -56,7 +56,7 @@ def constants_of(kernel, dim, dtype, flags, capability):
     tile = tile_for(kernel, padded, DTYPES[dtype], capability)
     values = shape | {
         "REPEAT": 7, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "WINDOW": "window" in flags,
-        "DOCUMENTS": "documents" in flags, "STAGES": tile.stages, "OWN": True,
+        "DOCUMENTS": "documents" in flags, "STAGES": tile.stages, "OWN": "part" not in flags,
     }  # fmt: skip
     if kernel == "dkdv":
         return values | {"RAGGED": "ragged" in flags, "PAST": True}, tile.warps, tile.stages

@@ -79,22 +79,32 @@ def test_head_dims_that_are_padded_inside(dim, heads):
     case.check(case.run(triton_attention))
 
 
-def test_a_segment_skips_what_lies_in_the_others():
-    """One list over five segments, carried in float32: as near as in one launch."""
-    case = SparseCase(lengths=(640,), tokens=64, entries=6, page=64, kind="ascending", split=2)
-    case.check(case.run(triton_attention))
-    case.split = None
-    case.check(case.run(triton_attention))
+@pytest.mark.parametrize("options", [{}, {"window": 300}, {"documents": "some"}, {"scale": -0.2}], ids=str)
+def test_however_the_past_is_cut_the_bits_are_the_same(options):
+    case = SparseCase(lengths=(640,), tokens=64, entries=6, page=64, kind="ascending", **options)
+    sinks = torch.linspace(-3, 3, case.heads)
+
+    def with_sinks():
+        return triton_attention.forward(case.q, case.k, case.v, case.segments(), case.geometry, sinks=sinks)
+
+    whole, whole_sinks = case.run(triton_attention), with_sinks()
+    case.check(whole)
+    for split in (1, 2, 9):
+        case.split = split
+        for a, b in zip(case.run(triton_attention), whole):
+            assert torch.equal(a, b)
+        assert all(torch.equal(a, b) for a, b in zip(with_sinks(), whole_sinks))
 
 
-def test_pages_that_no_list_names_are_never_read():
+@pytest.mark.parametrize("backend", [triton_attention, reference], ids=["triton", "reference"])
+def test_pages_that_no_list_names_are_never_read(backend):
     case = SparseCase(lengths=(320,), tokens=64, entries=3, page=64, groups=1)
     case.selected = torch.tensor([[[[1, 3, 5]]]], dtype=torch.int32)
-    before = case.run(triton_attention)
+    before = case.run(backend)
     unlisted = case.table[0, [0, 2, 4]].long()
     assert torch.equal(before[5][unlisted], case.earlier[unlisted])
     case.pages_k[unlisted], case.pages_v[unlisted], case.earlier[unlisted] = torch.nan, torch.nan, torch.nan
-    after = case.run(triton_attention)
+    after = case.run(backend)
     for a, b in zip(before[:5], after[:5]):
         assert torch.equal(a, b)
     assert after[5][unlisted].isnan().all() and after[6][unlisted].isnan().all()

@@ -50,11 +50,12 @@ def test_every_kernel_compiles(arch):
     "names",
     [
         ["fwd/128/bf16/ragged/sinks", "dkdv/128/bf16/ragged", "dq/128/bf16/ragged/carry"],
+        [f"{kernel}/128/bf16/{state}" for kernel in ("fwd", "dq") for state in ("carry", "part", "carry/part")],
         ["fwd/64/bf16/documents", "dkdv/64/bf16/documents/window", "dq/64/bf16/documents/ragged"],
         [f"{kernel}/{dim}/bf16" for kernel in ("fwd", "dkdv", "dq") for dim in (80, 256)],
         [f"{kernel}/64/fp32/ragged" for kernel in ("fwd", "dkdv", "dq")],
     ],
-    ids=["ragged", "documents", "head dims", "float32"],
+    ids=["ragged", "segments", "documents", "head dims", "float32"],
 )
 def test_every_mode_compiles_on_hopper(names):
     judge(report(90, names))

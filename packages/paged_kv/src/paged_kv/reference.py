@@ -160,6 +160,9 @@ class _Work:
                 tiles = self.visibility.tiles_of(keys)
                 if tiles:
                     k_BSGD, v_BSGD = (_gather(pages, segment, keys) for pages in (segment.k, segment.v))
+                    if self.geometry.selected is not None:  # in pages that no list names may stand anything
+                        unnamed = ~self.visibility.named(keys)[..., None, None]
+                        k_BSGD, v_BSGD = (x.masked_fill(unnamed, 0.0) for x in (k_BSGD, v_BSGD))
                     yield keys, tiles, self.head_major(k_BSGD), self.head_major(v_BSGD)
         for c in range(0, self.tokens, self.own_keys):
             size = min(self.own_keys, self.tokens - c)

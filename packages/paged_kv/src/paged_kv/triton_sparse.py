@@ -1,7 +1,8 @@
 """The Triton backend's two functions where queries read listed pages only: lists, launches, and how work is shared out.
 
 The lists rule every launch: what a query block does not list is never touched, so the past costs by the pages listed,
-not by its length. Several segments pass the state on as in the dense path, each skipping what lies in the others.
+not by its length. Several segments pass the registers' state on, each skipping what lies in the others: the result has
+the same bits however the past is cut.
 
 Letters: B batch · C chunk tokens · N pages · P tokens a page · H query heads · G KV heads · K pages selected ·
 Q query blocks · S lists a sequence, G or 1
@@ -21,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .past import Segment
 from .triton_launch import _descriptor
-from .triton_problem import Partial, Problem, Rows
+from .triton_problem import Problem, Rows
 from .triton_sinks import sinks_grad
 from .triton_sparse_backward import _add_parts_kernel, _sparse_attention_dkdv_kernel, _sparse_attention_dq_kernel
 from .triton_sparse_forward import _sparse_attention_fwd_kernel
@@ -42,15 +43,15 @@ def forward(p: Problem, launches: Launches, sinks: Tensor | None) -> tuple[Tenso
     """
     out = torch.empty_like(p.q)
     lse = torch.empty(p.batch, p.q.shape[2], p.tokens, device=p.q.device, dtype=torch.float32)
-    carry: Partial | None = None
+    carry: tuple[Tensor, Tensor] | None = None
     for segment, last in launches:
         launch = _Launch.of(p, segment)
         tile = p.tile("fwd")
-        target = Partial(out, lse) if last else carry or Partial.empty(p)
+        target = (out, lse) if last else carry or (torch.empty_like(p.q, dtype=torch.float32), _two_of(lse))
         _sparse_attention_fwd_kernel[launch.rows_grid(tile)](
             p.q, *launch.keys(tile), launch.table, launch.lists.pages, launch.lists.places, launch.lists.bounds,
-            p.lengths, p.documents, lse if sinks is None else sinks, carry.out if carry else lse,
-            carry.lse if carry else lse, target.out, target.lse,
+            p.lengths, p.documents, lse if sinks is None else sinks, *(carry or (lse, lse)),
+            *target,
             p.tokens, launch.columns, launch.first_page, launch.lists.blocks, launch.lists.entries, p.window,
             p.geometry.scale * _LOG2E,
             CARRY=carry is not None, OWN=last, SINKS=last and sinks is not None, STRADDLE=launch.straddle,
@@ -87,6 +88,11 @@ def backward(
         )  # fmt: skip
         carry = None if last else target
     return dq, dk, dv, None if sinks is None else sinks_grad(p, rows, sinks)
+
+
+def _two_of(lse: Tensor) -> Tensor:
+    """Room for the largest scores and the divisors of a state."""
+    return lse.new_empty(2, *lse.shape)
 
 
 def _dkdv(launch: _Launch, rows: Rows, dk: Tensor, dv: Tensor, *, past_grad: bool, own: bool) -> None:

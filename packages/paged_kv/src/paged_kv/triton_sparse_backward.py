@@ -278,7 +278,8 @@ def _sparse_attention_dq_kernel(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     CARRY: tl.constexpr, OWN: tl.constexpr, STRADDLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (Q * row tiles of a block, G, B), as the forward's. CARRY: add to what earlier segments left."""
+    """Grid: (Q * row tiles of a block, G, B), as the forward's. CARRY: go on from the sums that earlier segments left;
+    they are scaled once OWN has come."""
     ROW_TILES: tl.constexpr = (PAGE * REPEAT + BLOCK_M - 1) // BLOCK_M
     TILES: tl.constexpr = PAGE // BLOCK_N
     HEADS: tl.constexpr = GROUPS * REPEAT
@@ -300,6 +301,12 @@ def _sparse_attention_dq_kernel(
     lse = tl.load(lse_ptr + block.to(tl.int64) * padded + rows, mask=rows < end_row, other=float("inf"))
     delta = tl.load(delta_ptr + block.to(tl.int64) * padded + rows, mask=rows < end_row, other=0.0)
     dq = tl.zeros([BLOCK_M, DIM], tl.float32)
+    if CARRY:
+        head = group * REPEAT + rows % REPEAT
+        dims = tl.arange(0, DIM)
+        mask = (rows < end_row)[:, None] & (dims < HEAD_DIM)[None, :]
+        offsets = (((batch * tokens).to(tl.int64) + query) * HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
+        dq = tl.load(carry_ptr + offsets, mask=mask, other=0.0)
 
     start = tl.load(bounds)
     end = tl.load(bounds + 1)
@@ -347,7 +354,6 @@ def _sparse_attention_dq_kernel(
     dims = tl.arange(0, DIM)
     mask = (rows < end_row)[:, None] & (dims < HEAD_DIM)[None, :]
     offsets = (((batch * tokens).to(tl.int64) + query) * HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
-    dq = dq * scale
-    if CARRY:
-        dq += tl.load(carry_ptr + offsets, mask=mask, other=0.0)
+    if OWN:
+        dq = dq * scale
     tl.store(dq_ptr + offsets, dq.to(dq_ptr.dtype.element_ty), mask=mask)

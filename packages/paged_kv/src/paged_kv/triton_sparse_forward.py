@@ -126,14 +126,17 @@ def _fwd_entries(
 @triton.jit(do_not_specialize=["tokens", "columns", "first_page", "blocks", "entries", "window"])
 def _sparse_attention_fwd_kernel(
     q_ptr, k_own, v_own, k_pages, v_pages, table_ptr, pages_ptr, places_ptr, bounds_ptr, lengths_ptr, documents_ptr,
-    sinks_ptr, carry_ptr, carry_lse_ptr, out_ptr, lse_ptr,
+    sinks_ptr, carry_ptr, carry_stats_ptr, out_ptr, lse_ptr,
     tokens, columns, first_page, blocks, entries, window, scale_log2,
     LISTS: tl.constexpr, GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     CARRY: tl.constexpr, OWN: tl.constexpr, SINKS: tl.constexpr, STRADDLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (Q * row tiles of a block, G, B). CARRY: start from an earlier segment's state. OWN: the own block comes
-    last, and then the SINKS. STRADDLE: some page is part past, part own."""
+    last, and then the SINKS. STRADDLE: some page is part past, part own.
+
+    A state is what the registers held, so that the result does not depend on how the past was cut: sums at `out_ptr`,
+    the largest scores at `lse_ptr`, and behind those, [B, H, C] later, the divisors."""
     ROW_TILES: tl.constexpr = (PAGE * REPEAT + BLOCK_M - 1) // BLOCK_M
     TILES: tl.constexpr = PAGE // BLOCK_N
     HEADS: tl.constexpr = GROUPS * REPEAT
@@ -155,9 +158,10 @@ def _sparse_attention_fwd_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    divisors = tl.num_programs(2).to(tl.int64) * HEADS * tokens
     if CARRY:
-        m = tl.load(carry_lse_ptr + stats) * 1.4426950408889634
-        l = tl.where(m == float("-inf"), 0.0, 1.0)
+        m = tl.load(carry_stats_ptr + stats)
+        l = tl.load(carry_stats_ptr + divisors + stats)
         acc = tl.load(carry_ptr + offsets, mask=inside, other=0.0)
 
     start = tl.load(bounds)
@@ -217,8 +221,11 @@ def _sparse_attention_fwd_kernel(
         l = l * shrink + tl.math.exp2(sink - top)
         acc = acc * shrink[:, None]
         m = top
-    unseen = l == 0.0
-    out = acc / tl.where(unseen, 1.0, l)[:, None]
-    lse = tl.where(unseen, float("-inf"), (m + tl.math.log2(tl.where(unseen, 1.0, l))) * 0.6931471805599453)
-    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & inside)
-    tl.store(lse_ptr + stats, lse, mask=valid)
+    if OWN:
+        unseen = l == 0.0
+        acc = acc / tl.where(unseen, 1.0, l)[:, None]
+        m = tl.where(unseen, float("-inf"), (m + tl.math.log2(tl.where(unseen, 1.0, l))) * 0.6931471805599453)
+    else:
+        tl.store(lse_ptr + divisors + stats, l, mask=valid)
+    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & inside)
+    tl.store(lse_ptr + stats, m, mask=valid)

@@ -68,6 +68,12 @@ class Visibility:
                 result.append((t, mask if whole else mask & self._mask(t, keys)))
         return result
 
+    def named(self, keys: Keys) -> Tensor:
+        """[B, S] whether some list names the page that each key lies in."""
+        pages = self._picked(keys).flatten(1, 2).any(1)
+        columns = self._positions(keys) // self.geometry.page_tokens
+        return pages.gather(1, columns - columns[:, :1])
+
     def _sees_any(self, tile: int, keys: Keys) -> bool:
         if keys.segment is None and keys.column >= self.tiles[tile][1]:
             return False
