@@ -12,7 +12,7 @@ from offload import free_host_bytes
 from .config import ChunkConfig
 from .hf import Parts
 from .host import spare_bytes
-from .host_tier import BUFFERS
+from .host_buffers import BUFFERS
 from .layers import Stack
 from .loss import TILE_LOGITS
 from .probe import Profile
