@@ -82,8 +82,8 @@ class SimulatedLanes:
 
 
 def poison(tensor: Tensor) -> Tensor:
-    """NaN in every float type, whatever the tensor's own; not by its owner, so no version of it is counted."""
-    tensor.data.fill_(255 if tensor.dtype == torch.uint8 else float("nan"))
+    """Ones in every bit: NaN in every float type, -1 in integers; not by its owner, so no version of it is counted."""
+    tensor.data.view(-1).view(torch.uint8).fill_(255)
     return tensor
 
 

@@ -8,13 +8,15 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.dense import dense_loss
 from tests.models import build, configs
 from tests.numerics import gradient_errors, gradients, relative
 from tests.oomb.test_exact import tokens
+from tests.simulator import poison
 
+from offload.lanes import InlineLanes
 from oomb import ChunkConfig, chunked_backward, chunked_loss, selection
 from oomb import step as step_module
 from oomb.cli.main import main
@@ -102,6 +104,62 @@ def test_where_pages_live_and_what_is_kept_changes_nothing(change):
     model.gradient_checkpointing_enable({"use_reentrant": False})
     _, grads = step(model, ids, sparse(8, **change))
     assert max(gradient_errors(grads, reference)) <= 1e-10
+
+
+@pytest.fixture
+def poisoned_lanes(monkeypatch):
+    """Memory that comes from the lanes holds NaN: pages that were not fetched, if anything read them."""
+    empty = InlineLanes.empty
+    monkeypatch.setattr(InlineLanes, "empty", lambda self, shape, dtype: poison(empty(self, shape, dtype)))
+
+
+def resident_and_not(name, length, draw_budget, equal, **more):
+    """The step with everything resident, and with what a budget leaves on the device."""
+    device_pages, segment_pages, lists_on_host = draw_budget
+    config = configs()[name]
+    if more.get("backend") == "triton":
+        config.head_dim, config.hidden_size, config.num_hidden_layers = 64, 64, 2
+        config.num_attention_heads, config.num_key_value_heads = 2, 1
+        config.layer_types = config.layer_types[:2]
+    page = more.pop("page")
+    model = build(config, dtype=more.pop("dtype"))
+    layers = config.num_hidden_layers
+    ids = tokens(1 if more.get("backend") == "triton" else 2, length)
+    _, resident = step(model, ids, sparse(2 * page, page=page, **more))
+    # a page's bytes: keys and values, and float32 or wider gradients of both
+    wide = torch.promote_types(next(model.parameters()).dtype, torch.float32).itemsize
+    token = 2 * layers * config.num_key_value_heads * config.head_dim * 2 * wide
+    budgets = {
+        "gpu_kv_budget_bytes": max(device_pages * len(ids) * page * token, 1),
+        "segment_tokens": segment_pages * page,
+        "gpu_selection_budget_bytes": 0 if lists_on_host else None,
+    }
+    _, moved = step(model, ids, sparse(2 * page, page=page, **budgets, **more))
+    for key, grad in resident.items():
+        assert equal(moved[key], grad), key
+
+
+budgets = st.tuples(st.integers(0, 4), st.integers(1, 9), st.booleans())
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(NAMES), length=st.integers(9, 44), budget=budgets, per_head=st.booleans(),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+)  # fmt: skip
+def test_wherever_pages_live_the_gradient_is_the_same(name, length, budget, per_head, dtype, poisoned_lanes):
+    """The reference sums the past in tiles that begin with a segment, so it is the same but for the order of sums."""
+    close = {torch.float64: 1e-12, torch.float32: 1e-4}[dtype]
+    equal = lambda a, b: float((a - b).norm()) <= close * max(float(b.norm()), 1e-3)  # noqa: E731
+    resident_and_not(name, length, budget, equal, dtype=dtype, page=4, select_per_head=per_head)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process")
+@pytest.mark.parametrize("budget", [(0, 9, True), (1, 1, False)])
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss"])
+def test_wherever_pages_live_the_bits_are_the_same(name, budget, poisoned_lanes):
+    """Triton's kernels, interpreted: what they carry from segment to segment is all they know."""
+    resident_and_not(name, 330, budget, torch.equal, dtype=torch.float32, page=64, backend="triton")
 
 
 def test_the_first_sparse_layer_leaves_those_before_it_dense():

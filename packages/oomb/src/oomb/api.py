@@ -218,6 +218,7 @@ def _storage(
         machine=Machine.now(parts.device),
     )
     lease = HostLease(placed.host_bytes, parts.device)
+    selection = Selection(config, -(-bounds[-1][1] // config.page_tokens), profile.layers, lease.lanes)
     past = TieredPast(
         profile.layers,
         bounds,
@@ -228,9 +229,9 @@ def _storage(
         segment_tokens=config.segment_tokens,
         check=config.check_recompute,
         lease=lease,
+        lists=selection,
     )
     past.shelf = Shelf(lease.lanes, lease.arena, device_bytes=placed.keep.device_bytes)
-    selection = Selection(config, -(-bounds[-1][1] // config.page_tokens), profile.layers)
     context = PassContext(past, profile, config, past.shelf, placed.keep.attention, selection)
     if placed.layered:
         assert profile.stack is not None

@@ -4,8 +4,13 @@ A unit of transfer is a run of pages of one layer: keys and values in, and in th
 What is needed next is fetched before attention starts on what is there; which layer comes next is read off the chunk
 before.
 
+Where lists rule (sparse layers) a unit has a place in its buffer for each of its pages, but only those that the chunk's
+lists name are moved, by a kernel that reads the lists: the others hold anything. In the fill a layer's lists are made
+just before attention asks for its pages, so what the chunk before chose is fetched ahead, and then the rest.
+
 Every hand-over is a mark (offload.lanes): a buffer is filled after its last reader or its last copy out, read after its
-arrival, copied out after its last writer; a host page is fetched after the copy that brought it there.
+arrival, copied out after its last writer; a host page is fetched after the copy that brought it there, by lists that
+have been made.
 """
 
 from __future__ import annotations
@@ -15,88 +20,51 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from offload import Lanes, PinnedArena
+from offload import Lanes, PinnedArena, listed
 from offload.lanes import Mark
 from paged_kv import Segment
 
+from .host_buffers import Buffer, Pair, Ring, Unit
 from .probe import LayerFacts
 
-BUFFERS = 3  # of each kind: one being read, one arriving, one on its way out
 LEAVING = 4  # blocks of keys or values on their way out at once
 
-Unit = tuple[int, int, int]  # layer, first page, page after the last
 Call = tuple[int, str]  # layer, phase
-Pair = tuple[Tensor, Tensor]
 Moves = list[tuple[Tensor, Tensor]]  # (destination, source)
-
-
-@dataclass(eq=False)
-class _Buffer:
-    """Device memory for one unit. `free`: when it may be written again; `unit`: what was fetched and not read."""
-
-    bytes: Tensor
-    free: Mark
-    unit: Unit | None = None
-    arrived: Mark | None = None
-    busy: bool = False
-
-    def pair(self, shape: tuple[int, ...], dtype: torch.dtype) -> Pair:
-        size = math.prod(shape) * dtype.itemsize
-        a, b = (self.bytes[i * size : (i + 1) * size].view(dtype).view(shape) for i in (0, 1))
-        return a, b
-
-
-@dataclass
-class _Ring:
-    """A few buffers of one size, used in turn."""
-
-    lanes: Lanes
-    nbytes: int
-    buffers: list[_Buffer] = field(default_factory=list)
-
-    def find(self, unit: Unit) -> _Buffer | None:
-        return next((b for b in self.buffers if b.unit == unit), None)
-
-    def claim(self, unit: Unit) -> _Buffer:
-        """A buffer that nobody reads, empty ones first; of those fetched in vain, the oldest."""
-        idle = [b for b in self.buffers if not b.busy]
-        buffer = next((b for b in idle if b.unit is None), None)
-        if buffer is None and len(self.buffers) < BUFFERS:
-            # earlier work of the compute lane may still be using this memory
-            buffer = _Buffer(self.lanes.empty((self.nbytes,), torch.uint8), self.lanes.mark("compute"))
-        else:
-            buffer = buffer or idle[0]
-            self.buffers.remove(buffer)
-        self.buffers.append(buffer)
-        buffer.unit = unit
-        return buffer
-
-    def forget(self) -> None:
-        """What was fetched in vain will be out of date."""
-        for buffer in self.buffers:
-            buffer.unit, buffer.busy = None, False
-
-    def clear(self) -> None:
-        for buffer in self.buffers:
-            self.lanes.hold("compute", buffer.free, *(() if buffer.arrived is None else (buffer.arrived,)))
-            self.lanes.release(buffer.bytes)
-        self.buffers.clear()
 
 
 @dataclass
 class _LayerPages:
-    """One layer's pages on the host, [B * pages, P, G, D] each; which gradient pages hold anything; marks of copies."""
+    """One layer's pages on the host, [B * pages, P, G, D] each; which gradient pages hold anything; marks of copies.
+
+    `touched`: a byte a page; where lists rule the CPU does not know, and `flags` [B * pages] on the device tell.
+    """
 
     kv: Pair
     grads: Pair | None
     touched: bytearray
+    flags: Tensor | None = None
     appended: Mark | None = None  # the last copy of keys and values to the host
     settled: Mark | None = None  # the same when the open block was opened
     written: dict[int, Mark] = field(default_factory=dict)  # first page of a unit: the copy of its gradients
+
+
+class PageLists(Protocol):
+    """Which pages the chunks read, where lists rule."""
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether lists rule in a layer."""
+
+    def lists(self, chunk: int, layer: int) -> tuple[Tensor, Mark] | None:
+        """The page ids that a chunk reads, [B, ...], and from when on they are there; None while they are not chosen.
+
+        They may be given up when another chunk has begun: a fetch that nobody waits for may then read anything.
+        """
 
 
 class HostTier:
@@ -117,23 +85,30 @@ class HostTier:
         segment_pages: int,
         lanes: Lanes,
         arena: PinnedArena,
+        lists: PageLists | None = None,
     ) -> None:
         self.facts, self.first_page, self.pages, self.page_tokens = layers, first_page, pages, page_tokens
         self.batch, self.grad_dtype, self.segment_pages = batch, grad_dtype, min(segment_pages, pages)
         self.lanes, self.arena = lanes, arena
+        self._lists = lists
+        self._sparse = {layer for layer in layers if lists is not None and lists.is_sparse(layer)}
         self._layers: dict[int, _LayerPages] = {}
         elements = {i: math.prod(self._shape(i, self.segment_pages)) for i in layers}
-        self._kv = _Ring(lanes, max(2 * n * layers[i].dtype.itemsize for i, n in elements.items()))
-        self._grads = _Ring(lanes, max(2 * n * grad_dtype.itemsize for n in elements.values()))
+        rows = math.prod(listed.rows_for(batch, self.segment_pages)) if self._sparse else 0
+        self._kv = Ring(lanes, max(2 * n * layers[i].dtype.itemsize for i, n in elements.items()), rows)
+        self._grads = Ring(lanes, max(2 * n * grad_dtype.itemsize for n in elements.values()), rows)
         self._leaving: deque[tuple[Mark, Tensor]] = deque()
+        self._chunk = 0
         self._open = (0, 0)  # the open block's tokens that lie here
         self._before: list[Call] = []  # the calls of the chunk before
         self._now: list[Call] = []
         self._own: dict[int, tuple[Pair, Mark] | None] = {}
         self._slots: dict[int, Tensor] = {}
+        self._rows: dict[int, Tensor] = {}
 
-    def open(self, start: int, stop: int, *, fresh: bool) -> None:
-        """The block of tokens [start, stop) begins. fresh: the first of its phase, whose calls come in any order."""
+    def open(self, chunk: int, start: int, stop: int, *, fresh: bool) -> None:
+        """The chunk of tokens [start, stop) begins. fresh: the first of its phase, whose calls come in any order."""
+        self._chunk = chunk
         first, last = (page * self.page_tokens for page in (self.first_page, self.first_page + self.pages))
         self._open = (max(start, first), min(stop, last))
         self._before, self._now = ([] if fresh else self._now), []
@@ -161,10 +136,18 @@ class HostTier:
             self._let_go()
 
     def stream(self, layer: int, phase: str, first: int, last: int) -> Iterator[Segment]:
-        """The pages [first, last) in order, as segments on the device. Gradients leave when the iterator advances."""
+        """The pages [first, last) in order, as segments on the device; where lists rule, from this tier's first page.
+
+        What is not on its way begins to be fetched at once. Gradients leave when the iterator advances.
+        """
         self._now.append((layer, phase))
-        units = self._units(layer, first, last)
+        units = self._units(layer, self.first_page if layer in self._sparse else first, last)
         ahead = self._take(units[0], phase) if units else ()
+        return self._segments(layer, phase, last, units, ahead)
+
+    def _segments(
+        self, layer: int, phase: str, last: int, units: list[Unit], ahead: tuple[Buffer, ...]
+    ) -> Iterator[Segment]:
         following = self._following()
         if not units and following is not None:
             self._prefetch(following, last)
@@ -200,6 +183,10 @@ class HostTier:
             self._let_go()
         for ring in (self._kv, self._grads):
             ring.clear()
+        for pages in self._layers.values():
+            if pages.flags is not None:
+                self.lanes.hold("compute", *pages.written.values())
+                self.lanes.release(pages.flags)
         for own in self._own.values():
             if own is not None:
                 self.lanes.hold("compute", own[1])
@@ -208,30 +195,49 @@ class HostTier:
 
     # transfers
 
-    def _take(self, unit: Unit, phase: str) -> tuple[_Buffer, ...]:
+    def _take(self, unit: Unit, phase: str) -> tuple[Buffer, ...]:
         """The buffers that hold a unit, or will: keys and values, and in a backward gradients."""
         buffers = [self._kv.find(unit) or self._fetch_kv(unit)]
+        if unit[0] in self._sparse and buffers[0].chunk != self._chunk:
+            self._fetch_rest(buffers[0], unit)
         if phase == "backward":
             buffers.append(self._grads.find(unit) or self._fetch_grads(unit))
         for buffer in buffers:
             buffer.busy = True
         return tuple(buffers)
 
-    def _fetch_kv(self, unit: Unit) -> _Buffer:
+    def _fetch_kv(self, unit: Unit) -> Buffer:
+        """Where lists rule, by those of this chunk if they are known, else of the chunk before."""
         layer, first, last = unit
         pages = self._layers[layer]
         buffer = self._kv.claim(unit)
         pair = buffer.pair(self._shape(layer, last - first), self.facts[layer].dtype)
-        settled = () if pages.settled is None else (pages.settled,)
-        buffer.arrived = self._copy("in", self._moves(pair, first, pages.kv, first, last), buffer.free, *settled)
+        after = (buffer.free,) if pages.settled is None else (buffer.free, pages.settled)
+        if layer in self._sparse:
+            buffer.chunk = self._chunk if self._listed(self._chunk, layer) else self._chunk - 1
+            buffer.arrived = self._gather(buffer, unit, pair, pages.kv, *after)
+        else:
+            buffer.arrived = self._copy("in", self._moves(pair, first, pages.kv, first, last), *after)
         return buffer
 
-    def _fetch_grads(self, unit: Unit) -> _Buffer:
+    def _fetch_rest(self, buffer: Buffer, unit: Unit) -> None:
+        """What the lists of this chunk name beside those that a unit was fetched by."""
+        layer, first, last = unit
+        pair = buffer.pair(self._shape(layer, last - first), self.facts[layer].dtype)
+        fetched, buffer.chunk = buffer.chunk, self._chunk
+        buffer.arrived = self._gather(buffer, unit, pair, self._layers[layer].kv, but=fetched)
+
+    def _fetch_grads(self, unit: Unit) -> Buffer:
         """Earlier contributions where there are any, zeros elsewhere."""
         layer, first, last = unit
         pages = self._layers[layer]
         buffer = self._grads.claim(unit)
         pair = buffer.pair(self._shape(layer, last - first), self.grad_dtype)
+        if layer in self._sparse:
+            buffer.chunk, host = self._chunk, self._grad_pages(layer)
+            flags, marks = self._flags(pages), self._written(pages, first, last)
+            buffer.arrived = self._gather(buffer, unit, pair, host, buffer.free, *marks, flags=flags)
+            return buffer
         runs = self._touched(pages, first, last)
         moves = [move for a, b in runs for move in self._moves(pair, first, self._grad_pages(layer), a, b)]
         marks = self._written(pages, first, last)
@@ -245,6 +251,8 @@ class HostTier:
             return None
         pages, facts = self._layers[layer], self.facts[layer]
         first, last = start // self.page_tokens, -(-stop // self.page_tokens)
+        if layer in self._sparse:
+            return self._begin_own_flagged(layer, first, last)
         runs = self._touched(pages, first, last)
         if not runs:
             return None
@@ -258,7 +266,26 @@ class HostTier:
         zero = () if runs == [(first, last)] else pair
         return pair, self._copy("in", moves, self.lanes.mark("compute"), *marks, zero=zero)
 
-    def _segment(self, layer: int, first: int, last: int, kv: _Buffer, grads: _Buffer | None = None) -> Segment:
+    def _begin_own_flagged(self, layer: int, first: int, last: int) -> tuple[Pair, Mark] | None:
+        """The same where lists rule: of whole pages, for chunks are cut at pages there."""
+        pages, flags = self._layers[layer], self._layers[layer].flags
+        if flags is None:
+            return None
+        assert self._open == (first * self.page_tokens, last * self.page_tokens)
+        device = self._new_pair(self._shape(layer, last - first), self.grad_dtype)
+        rows, marks = self._all_rows(last - first), self._written(pages, first, last)
+        layout = self._layout(first, last)
+        host = self._grad_pages(layer)
+
+        def work() -> None:
+            for near, far in zip(device, host, strict=True):
+                listed.copy_listed(far, near, rows, gather=True, flags=flags, **layout)
+
+        mark = self.lanes.run("in", work, after=(self.lanes.mark("compute"), *marks))
+        dk, dv = (x.view(self.batch, -1, *x.shape[2:]) for x in device)
+        return (dk, dv), mark
+
+    def _segment(self, layer: int, first: int, last: int, kv: Buffer, grads: Buffer | None = None) -> Segment:
         count = last - first
         shape = self._shape(layer, count)
         slots, runs = self._slot_table(count), tuple(b * count for b in range(self.batch))
@@ -271,14 +298,18 @@ class HostTier:
         dk, dv = grads.pair(shape, self.grad_dtype)
         return Segment(first, k, v, slots, runs, dk, dv, slots, runs)
 
-    def _done(self, layer: int, first: int, last: int, kv: _Buffer, grads: _Buffer | None = None) -> None:
+    def _done(self, layer: int, first: int, last: int, kv: Buffer, grads: Buffer | None = None) -> None:
         """What read or added to a unit is enqueued: its buffers may be used again after it."""
         used = kv.free = self.lanes.mark("compute")
-        kv.unit, kv.busy = None, False
+        kv.read, kv.busy = True, False
         if grads is None:
             return
         pages = self._layers[layer]
         pair = grads.pair(self._shape(layer, last - first), self.grad_dtype)
+        if layer in self._sparse:
+            grads.free = pages.written[first] = self._scatter(grads, pair, layer, first, last, used)
+            grads.unit, grads.busy = None, False
+            return
         moves = [(host, device) for device, host in self._moves(pair, first, self._grad_pages(layer), first, last)]
         grads.free = pages.written[first] = self._copy("out", moves, used)
         grads.unit, grads.busy = None, False
@@ -291,9 +322,10 @@ class HostTier:
         units = self._units(layer, self.first_page, last)
         if not units or layer not in self._layers or self.facts[layer].window is not None:
             return
-        if self._kv.find(units[0]) is None:
+        known = layer not in self._sparse or self._listed(self._chunk, layer) is not None
+        if self._kv.find(units[0]) is None and (known or self._listed(self._chunk - 1, layer)):
             self._fetch_kv(units[0])
-        if phase == "backward" and self._grads.find(units[0]) is None:
+        if phase == "backward" and known and self._grads.find(units[0]) is None:
             self._fetch_grads(units[0])
 
     def _following(self) -> Call | None:
@@ -318,6 +350,35 @@ class HostTier:
 
         return self.lanes.run(lane, work, after=after)  # type: ignore[arg-type]
 
+    def _gather(
+        self, buffer: Buffer, unit: Unit, device: Pair, host: Pair, *after: Mark, but: int | None = None,
+        flags: Tensor | None = None,
+    ) -> Mark:  # fmt: skip
+        """Fetch what the lists of buffer.chunk name, and those of chunk `but` do not."""
+        layer, first, last = unit
+        assert buffer.chunk is not None
+        named, fetched = self._listed(buffer.chunk, layer), None if but is None else self._listed(but, layer)
+        assert named is not None and (but is None or fetched is not None)
+        (ids, made), but_ids = named, None if fetched is None else fetched[0]
+        layout = self._layout(first, last)
+
+        def work() -> None:
+            listed.list_rows(buffer.rows, ids, first=first, columns=last - first, but=but_ids)
+            for near, far in zip(device, host, strict=True):
+                listed.copy_listed(far, near, buffer.rows, gather=True, flags=flags, **layout)
+
+        return self.lanes.run("in", work, after=(made, *after))
+
+    def _scatter(self, buffer: Buffer, device: Pair, layer: int, first: int, last: int, used: Mark) -> Mark:
+        """Send back what `_gather` fetched."""
+        flags, host, layout = self._layers[layer].flags, self._grad_pages(layer), self._layout(first, last)
+
+        def work() -> None:
+            for near, far in zip(device, host, strict=True):
+                listed.copy_listed(far, near, buffer.rows, gather=False, flags=flags, **layout)
+
+        return self.lanes.run("out", work, after=(used,))
+
     def _packed(self, rows: Tensor) -> Tensor:
         if rows.is_contiguous():
             return rows
@@ -331,6 +392,20 @@ class HostTier:
         self.lanes.release(tensor)
 
     # where things are
+
+    def _listed(self, chunk: int, layer: int) -> tuple[Tensor, Mark] | None:
+        assert self._lists is not None
+        return self._lists.lists(chunk, layer)
+
+    def _layout(self, first: int, last: int) -> dict[str, int]:
+        """Where the pages [first, last) lie on either side."""
+        return {"columns": last - first, "host_columns": self.pages, "host_first": first - self.first_page}
+
+    def _flags(self, pages: _LayerPages) -> Tensor:
+        if pages.flags is None:
+            flags = pages.flags = self.lanes.empty((self.batch * self.pages,), torch.uint8)
+            self.lanes.run("in", lambda: flags.zero_(), after=(self.lanes.mark("compute"),))
+        return pages.flags
 
     def _pages_of(self, layer: int) -> _LayerPages:
         if layer not in self._layers:
@@ -374,6 +449,14 @@ class HostTier:
             slots = torch.arange(self.batch * count, dtype=torch.int32, device=self.lanes.device)
             self._slots[count] = slots.view(self.batch, count)
         return self._slots[count]
+
+    def _all_rows(self, count: int) -> Tensor:
+        """So many pages of every sequence, as a list of rows."""
+        if count not in self._rows:
+            rows = torch.arange(-1, self.batch * count, dtype=torch.int32, device=self.lanes.device)
+            rows[:1] = self.batch * count
+            self._rows[count] = rows
+        return self._rows[count]
 
     def _new_pair(self, shape: tuple[int, ...], dtype: torch.dtype) -> Pair:
         return self.lanes.empty(shape, dtype), self.lanes.empty(shape, dtype)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from offload import Lanes
+from offload.lanes import Mark
 from sparse_pages import PageSummary, select_pages
 
 from .config import ChunkConfig
@@ -24,14 +26,15 @@ class Selection:
     then the selections that come once the budget is spent.
 
     Shapes: real [B, C] bool, documents [B, C] int, both of the open chunk, on its device, or None; kept: per chunk and
-        layer [B, G or 1, Q, K]
+        layer [B, G or 1, Q, K], and from when on they are there
     """
 
     config: ChunkConfig
     pages: int  # of the whole sequence
     layers: dict[int, LayerFacts]
+    lanes: Lanes
     summaries: dict[int, PageSummary] = field(default_factory=dict)
-    kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    kept: dict[tuple[int, int], tuple[Tensor, Mark]] = field(default_factory=dict)
     device_bytes: int = 0
 
     def is_sparse(self, layer: int) -> bool:
@@ -45,6 +48,10 @@ class Selection:
         if index < last:
             self.summaries.clear()
         self.kept = {key: ids for key, ids in self.kept.items() if key[0] <= index}
+
+    def lists(self, chunk: int, layer: int) -> tuple[Tensor, Mark] | None:
+        """What a chunk reads in a layer, on the device or the host, and from when on; None if it has not chosen yet."""
+        return self.kept.get((chunk, layer))
 
     def choose(
         self, index: int, layer: int, q: Tensor, k: Tensor, start: int, real: Tensor | None, documents: Tensor | None
@@ -70,9 +77,9 @@ class Selection:
                 real=real,
                 first_pages=_first_pages(documents, real, c.page_tokens),
             )
-            self.kept[index, layer] = self._put_away(ids)
+            self.kept[index, layer] = self._put_away(ids), self.lanes.mark("compute")
             return ids
-        return self.kept[index, layer].to(q.device, torch.int32, non_blocking=True)
+        return self.kept[index, layer][0].to(q.device, torch.int32, non_blocking=True)
 
     def _summary(self, layer: int, batch: int) -> PageSummary:
         if layer not in self.summaries:

@@ -17,7 +17,7 @@ from offload import HostOutOfMemory, Lanes, Shelf
 from paged_kv import Segment
 
 from .host import HostLease
-from .host_tier import HostTier
+from .host_tier import HostTier, PageLists
 from .probe import LayerFacts
 
 EDGE_TOKENS = 64  # of a block in host memory, so many at either end are compared with what the walk recomputes
@@ -106,7 +106,7 @@ class TieredPast:
     """The past of one loss: a `PastSource` for attention and a `ChunkStore` for the recurrence.
 
     The first pages are the past of the most chunks: they stay on the device. `lease`: the host memory and the lanes,
-    given back when the pass ends.
+    given back when the pass ends; `lists`: which pages the chunks read, where not all.
     Shapes: k, v given and gradients returned [B, C, G, D]
     Units:  bounds in tokens, segments in tokens
     Source: docs/dataflow.md; oracle: `paged_kv.PagedKV`
@@ -126,6 +126,7 @@ class TieredPast:
         segment_tokens: int,
         check: bool,
         lease: HostLease,
+        lists: PageLists | None = None,
     ) -> None:
         self.layers, self.bounds, self.batch, self.page_tokens = layers, bounds, batch, page_tokens
         self.grad_dtype, self.check = grad_dtype, check
@@ -149,6 +150,7 @@ class TieredPast:
                 segment_pages=max(segment_tokens // page_tokens, 1),
                 lanes=self.lanes,
                 arena=lease.arena,
+                lists=lists,
             )
 
     # ChunkStore
@@ -157,7 +159,7 @@ class TieredPast:
         self.start, self.stop = self.bounds[index]
         fresh, self.phase = phase != self.phase, phase
         if self.far is not None:
-            self.far.open(self.start, self.stop, fresh=fresh)
+            self.far.open(index, self.start, self.stop, fresh=fresh)
 
     def close(self, index: int, phase: str) -> None:
         self._compare_far()
