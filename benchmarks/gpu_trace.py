@@ -15,13 +15,13 @@ from typing import Any
 
 # by what is in a kernel's name, the first that fits
 KINDS = (
-    ("attention backward", r"bprop|dot_do_o|convert_dq|_backward_kernel|_bwd_kernel|_dkdv|_dq_"),
+    ("norm, RoPE, SwiGLU", r"rms_norm|rope|swiglu"),
+    ("attention backward", r"bprop|dot_do_o|convert_dq|fmha_reduce|_backward_kernel|_bwd_kernel|_dkdv|_dq_"),
     ("attention forward", r"fprop|_forward_kernel|_attention_fwd"),
     ("merges, sums into pages", r"_merge_|_add_to_pages"),
     ("matmul", r"gemm|nvjet|cutlass|splitK|cublas"),
-    ("norm, RoPE, SwiGLU", r"rms_norm|rope|swiglu"),
     ("softmax and loss", r"softmax|nll_loss"),
-    ("embedding", r"embedding|indexSelect|index_select|krn_partial|compute_grad_weight"),
+    ("embedding", r"embedding|indexSelect|gather_kernel|krn_partial|sum_and_scatter|compute_grad_weight|radix_sort"),
     ("reductions", r"reduce_kernel"),
     ("additions", r"CUDAFunctor_add|CUDAFunctorOnSelf_add"),
     ("casts and copies", r"copy_kernel|direct_copy|CatArray"),
@@ -121,7 +121,7 @@ def _kind(category: str, name: str) -> str:
         return next((kind for word, kind in COPIES.items() if word in name), "copies within")
     if re.search("FillFunctor", name):
         return "fills"
-    return next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other kernels")
+    return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), "other kernels")
 
 
 def _short(name: str) -> str:
