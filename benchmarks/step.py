@@ -1,13 +1,12 @@
-"""One training step (forward and backward, no optimizer) of a Qwen2.5-7B-shaped model: time, peak memory, gradient
-norm.
+"""One training step (forward and backward, no optimizer) of a Qwen2.5-7B-shaped model: time, memory, gradient norm.
 
     python3 benchmarks/step.py --tokens 32768 65536 131072 --out benchmarks/results/step_h200_<date>.json
+    python3 benchmarks/step.py --layers 4 --plan "all on the host@65536" "all on the host@262144"     # growth
 
-The rival is Hugging Face with SDPA (cuDNN first), non-reentrant gradient checkpointing of every layer and a loss
-tiled over
-tokens; both use Liger's RoPE, RMSNorm and SwiGLU when liger-kernel is installed. Every system runs in the same
-process on
-the same model, after a warm-up at 16,384 tokens; its gradient norm is printed, so that a wrong step shows.
+The rival is Hugging Face with SDPA (cuDNN first), non-reentrant gradient checkpointing of every layer and a loss tiled
+over tokens; both use Liger's RoPE, RMSNorm and SwiGLU when liger-kernel is installed. Every system runs in the same
+process on the same model, after a warm-up at 16,384 tokens; its gradient norm is printed, so that a wrong step shows.
+Growth is that of the peak above what was allocated before the step, between the shortest and the longest context.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from offload import PinnedArena
 from oomb import ChunkConfig, chunked_backward
 from oomb.host import HostLease, spare_bytes
+from oomb.step import PassContext
 
 VOCAB = 152064
 GIB = 2**30
@@ -67,6 +70,7 @@ def build(layers: int):
 def rival(model, ids: torch.Tensor) -> float:
     """Hugging Face's own attention and checkpointing over the whole sequence, the loss a tile at a time."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = ids.cuda()
     targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)[0]
     try:
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
@@ -92,53 +96,93 @@ def ours(**config) -> Callable:
     return step
 
 
+def page_bytes(config: Qwen2Config) -> int:
+    """Keys, values and their gradients. Units: bytes a token"""
+    head_dim = config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * (2 + 4)
+
+
+def pages_on_host(model, ids: torch.Tensor) -> float:
+    """The pages on the host, and nothing else: as much memory as they take."""
+    chunk = 8192
+    budget = (ids.shape[1] - 1) // chunk * chunk * page_bytes(model.config) + 1024 * model.config.num_hidden_layers
+    return ours(chunk_tokens=chunk, gpu_kv_budget_bytes=1, gpu_keep_budget_bytes=0, host_budget_bytes=budget)(
+        model, ids
+    )
+
+
+def attention_again(model, ids: torch.Tensor) -> float:
+    """Resident, outputs of layers kept and those of attention not."""
+    with mock.patch.object(PassContext, "_kept", lambda _context, _layer: None):
+        return ours(chunk_tokens=8192, **RESIDENT)(model, ids)
+
+
+RESIDENT = {"gpu_kv_budget_bytes": 60 * GIB, "gpu_keep_budget_bytes": 80 * GIB}
 NOTHING_KEPT = {"gpu_keep_budget_bytes": 0, "host_budget_bytes": 1}
 ON_HOST = {"gpu_kv_budget_bytes": 1, "gpu_keep_budget_bytes": 0}
 SYSTEMS: dict[str, Callable] = {
     "rival": rival,
     # chunks of 8,192, layers walked back one at a time, where not said otherwise
-    "resident": ours(chunk_tokens=8192, gpu_kv_budget_bytes=60 * GIB, gpu_keep_budget_bytes=80 * GIB),
+    "resident": ours(chunk_tokens=8192, **RESIDENT),
+    "resident, attention not kept": attention_again,
     "resident, nothing kept": ours(chunk_tokens=8192, gpu_kv_budget_bytes=60 * GIB, **NOTHING_KEPT),
     "resident, nothing kept, whole chunks": ours(
         chunk_tokens=8192, recompute="chunk", gpu_kv_budget_bytes=60 * GIB, **NOTHING_KEPT
     ),
     "all on the host": ours(chunk_tokens=8192, **ON_HOST),
-    "resident, 16384": ours(chunk_tokens=16384, gpu_kv_budget_bytes=60 * GIB, gpu_keep_budget_bytes=80 * GIB),
+    "resident, 16384": ours(chunk_tokens=16384, **RESIDENT),
     "all on the host, 16384": ours(chunk_tokens=16384, **ON_HOST),
     "all on the host, 32768": ours(chunk_tokens=32768, **ON_HOST),
     "all on the host, 4096": ours(chunk_tokens=4096, **ON_HOST),
     "pages on the device, kept on the host": ours(
         chunk_tokens=8192, gpu_kv_budget_bytes=60 * GIB, gpu_keep_budget_bytes=0
     ),
-    "pages on the host, nothing kept": ours(
-        chunk_tokens=8192, gpu_kv_budget_bytes=1, gpu_keep_budget_bytes=0, host_budget_bytes=40 * GIB
-    ),
+    "pages on the host, nothing kept": pages_on_host,
     "auto": ours(),
     "triton": ours(chunk_tokens=8192, backend="triton"),
     "sparse": ours(chunk_tokens=8192, attention="sparse"),
 }
 
 
+@contextmanager
+def host_use() -> Iterator[list[int]]:
+    """The bytes of the arena that were taken when it was given back."""
+    used: list[int] = []
+    reset = PinnedArena.reset
+
+    def noting(arena: PinnedArena) -> None:
+        used.append(arena.used_bytes)
+        reset(arena)
+
+    with mock.patch.object(PinnedArena, "reset", noting):
+        yield used
+
+
 def measure(name: str, model, tokens: int) -> dict:
-    ids = torch.randint(VOCAB, (1, tokens), generator=torch.Generator().manual_seed(1)).cuda()
+    ids = torch.randint(VOCAB, (1, tokens), generator=torch.Generator().manual_seed(1))
     model.zero_grad(set_to_none=True)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
     start = time.perf_counter()
     row = {"system": name, "tokens": tokens}
     try:
-        loss = SYSTEMS[name](model, ids)
+        with host_use() as used:
+            loss = SYSTEMS[name](model, ids)
     except torch.OutOfMemoryError:
         return row | {"error": "out of memory"}
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     norm = torch.stack([p.grad.float().norm() for p in model.parameters()]).norm()
-    peak = torch.cuda.max_memory_allocated() / GIB
+    peak = torch.cuda.max_memory_allocated()
     return row | {
         "seconds": seconds,
-        "peak_gib": peak,
+        "peak_gib": peak / GIB,
+        "above_gib": (peak - before) / GIB,
+        "host_gib": max(used, default=0) / GIB,
+        "pages_gib": tokens * page_bytes(model.config) / GIB,
         "pinned_gib": spare_bytes() / GIB,
         "loss": loss,
         "gradient_norm": float(norm),
@@ -178,20 +222,28 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
-    times = {(r["system"], r["tokens"]): r.get("seconds") for r in rows}
-    print(
-        f"{machine}\n{'system':32s} {'tokens':>8s} {'seconds':>8s} {'/ rival':>8s} {'peak GiB':>9s} {'grad norm':>10s}"
-    )
+    show(machine, rows)
+
+
+def show(machine: dict, rows: list[dict]) -> None:
+    rival = {r["tokens"]: r.get("seconds") for r in rows if r["system"] == "rival"}
+    heads = ("seconds", "/ rival", "peak GiB", "host GiB", "/ pages", "grad norm")
+    print(f"{machine}\n{'system':38s} {'tokens':>8s} " + " ".join(f"{head:>9s}" for head in heads))
     for r in rows:
-        base = times.get(("rival", r["tokens"]))
+        start = f"{r['system']:38s} {r['tokens']:8d}"
         if "error" in r:
-            print(f"{r['system']:32s} {r['tokens']:8d} {r['error']}")
+            print(f"{start} {r['error']}")
             continue
-        ratio = f"{r['seconds'] / base:8.3f}" if base else "       -"
-        print(
-            f"{r['system']:32s} {r['tokens']:8d} {r['seconds']:8.2f} {ratio} {r['peak_gib']:9.1f} "
-            f"{r['gradient_norm']:10.4f}"
-        )
+        base = rival.get(r["tokens"])
+        ratio = f"{r['seconds'] / base:9.3f}" if base else f"{'-':>9s}"
+        host = f"{r['host_gib']:9.2f} {r['host_gib'] / r['pages_gib']:9.3f}"
+        print(f"{start} {r['seconds']:9.2f} {ratio} {r['peak_gib']:9.1f} {host} {r['gradient_norm']:9.4f}")
+    for system in dict.fromkeys(r["system"] for r in rows):
+        known = sorted((r["tokens"], r["above_gib"]) for r in rows if r["system"] == system and "error" not in r)
+        if known and known[0][0] < known[-1][0]:
+            (short, low), (long, high) = known[0], known[-1]
+            growth = (high - low) * GIB / 1e6 / ((long - short) / 1e4)
+            print(f"{system}: {growth:.3f} MB of GPU memory per 10,000 tokens from {short} to {long}")
 
 
 if __name__ == "__main__":
