@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "paged_kv": {"torch", "triton", "numpy", "typing_extensions", "transformers"},  # the last in one adapter, an extra
     "sparse_pages": {"torch", "triton", "typing_extensions"},
     "oomb": {
-        "chunk_recur", "offload", "paged_kv", "sparse_pages", "torch", "typing_extensions", "transformers",
+        "chunk_recur", "offload", "paged_kv", "sparse_pages", "torch", "triton", "typing_extensions", "transformers",
         "tokenizers", "accelerate", "datasets", "safetensors", "tqdm", "yaml", "matplotlib", "psutil",
         "numpy", "peft",
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from .hf import Parts, Unsupported
 
 TokenLoss = Callable[[Tensor, Tensor], Tensor]  # (logits [N, V], labels [N]) -> [N]
 TILE_LOGITS = 2**27  # logits alive at once with loss_tile_tokens="auto": 512 MiB in float32
+TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ def _replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The default loss of a token. Shapes: logits [N, V], labels [N] -> [N]"""
+    if TRITON and logits.is_cuda:
+        from . import triton_cross_entropy
+
+        if logits.dtype in triton_cross_entropy.DTYPES:
+            return triton_cross_entropy.cross_entropy(logits, labels)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(wide, labels, reduction="none")
 
@@ -93,7 +100,8 @@ def tiled_loss(
     if len(valid) < len(flat):
         rows, flat = rows.index_select(0, valid.to(rows.device)), flat[valid]
     flat = flat.to(rows.device, non_blocking=True)
-    tile = _auto_tile(vocab_size) if tile_tokens == "auto" else tile_tokens
+    lean = TRITON and rows.is_cuda and rows.dtype.itemsize == 2 and token_loss is cross_entropy
+    tile = _auto_tile(vocab_size, lean=lean) if tile_tokens == "auto" else tile_tokens
 
     def part(rows: Tensor, labels: Tensor) -> Tensor:
         logits = head(rows)
@@ -107,8 +115,9 @@ def tiled_loss(
     return torch.stack([checkpoint(part, *pair, use_reentrant=False) for pair in tiles]).sum()
 
 
-def _auto_tile(vocab_size: int) -> int:
-    tokens = TILE_LOGITS // vocab_size
+def _auto_tile(vocab_size: int, *, lean: bool) -> int:
+    """lean: the loss makes nothing in float32, so tiles may be larger, and add to the head's gradient less often"""
+    tokens = (2 if lean else 1) * TILE_LOGITS // vocab_size
     return tokens // 128 * 128 or max(tokens, 1)  # whole tiles of a matrix product, if there is room for one
 
 
