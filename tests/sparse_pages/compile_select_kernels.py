@@ -11,18 +11,21 @@ from triton.compiler import ASTSource
 from sparse_pages import triton_select
 
 TYPES = {
-    "x_ptr": "*bf16", "real_ptr": "*i8", "digits_ptr": "*i8", "q_ptr": "*i8", "k_ptr": "*i8", "keys_ptr": "*i32",
-    "ids_ptr": "*i32", "first_pages_ptr": "*i64",
+    "real_ptr": "*i8", "digits_ptr": "*i8", "q_ptr": "*bf16", "k_ptr": "*fp32", "features_ptr": "*fp32",
+    "keys_ptr": "*i32", "ids_ptr": "*i32", "first_pages_ptr": "*i64",
 }  # fmt: skip
 KERNELS = {
-    "digits": (triton_select._digits_kernel, 4, {"GROUPS": 4, "REPEAT": 7, "FEATURES": 128, "BITS": 22, "LEAST": -900,
+    "digits": (triton_select._digits_kernel, 8, {"GROUPS": 4, "REPEAT": 7, "FEATURES": 128, "BITS": 22, "LEAST": -900,
                                                  "MOST": 1024, "REAL": True, "BLOCK": 32, "WIDTH": 128}),
     "scores": (triton_select._scores_kernel, 8, {"FEATURES": 128, "PAGE": 128, "BLOCK_Q": 128,
                                                  "BLOCK_K": triton_select._SCORED, "WIDTH": 128}),
     "scores wide": (triton_select._scores_kernel, 8, {"FEATURES": 256, "PAGE": 128, "BLOCK_Q": 128,
                                                       "BLOCK_K": 32, "WIDTH": 128}),
-    "keys": (triton_select._keys_kernel, 4, {"GROUPS": 4, "LISTS": 1, "FIRST": True, "BLOCK": 1024}),
-    "lists": (triton_select._lists_kernel, 8, {"FIRST": True, "BLOCK": triton_select._TILE}),
+    "lists": (triton_select._lists_kernel, 8, {"GROUPS": 4, "LISTS": 1, "FIRST": True, "HELD": True,
+                                               "BLOCK": triton_select._TILE}),
+    "lists in tiles": (triton_select._lists_kernel, 8, {"GROUPS": 4, "LISTS": 1, "FIRST": True, "HELD": False,
+                                                        "BLOCK": triton_select._TILE}),
+    "means": (triton_select._mean_kernel, 8, {"GROUPS": 4, "FEATURES": 128, "PAGE": 128, "STEPS": 7, "WIDTH": 128}),
 }  # fmt: skip
 
 

@@ -62,10 +62,15 @@ def test_the_same_bits_as_the_plain_code(case, tile):
     plain, plain_scores = select_pages(q, table, **options), table.scores(q, real=options["real"])
     one, two = with_kernels()
     with one, two, mock.patch.object(triton_select, "_TILE", tile):
+        features, table = table._features, summarized(k, P, scorer)
+        assert features is None or same(table._features[:, : table.pages], features[:, : table.pages])
         scores, ids = table.scores(q, real=options["real"]), select_pages(q, table, **options)
-    assert torch.equal(scores.isnan(), plain_scores.isnan())
-    assert torch.equal(scores.nan_to_num(nan=0.0), plain_scores.nan_to_num(nan=0.0))
+    assert same(scores, plain_scores)
     assert ids.dtype == torch.int32 and torch.equal(ids, plain)
+
+
+def same(a, b):
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0))
 
 
 @pytest.mark.cuda

@@ -100,11 +100,12 @@ class PageSummary:
             keys = k.detach() if whole_pages else torch.cat([self._tail, k.detach()], 1)  # type: ignore[list-item]
             B, tokens, G, D = keys.shape
             P, new_pages = self.page_tokens, tokens // self.page_tokens
-            paged = keys[:, : new_pages * P].reshape(B, new_pages, P, G, D)
-            step = max(1, TILE_ELEMENTS // (B * P * G * D))
-            features = [self._page_features(paged[:, i : i + step]) for i in range(0, new_pages, step)]
             tail = keys[:, new_pages * P :].clone()  # a view would keep the chunk alive, and change with it
-            self._store(features, new_pages)
+            if new_pages and not self._add_means(keys[:, : new_pages * P]):
+                paged = keys[:, : new_pages * P].reshape(B, new_pages, P, G, D)
+                step = max(1, TILE_ELEMENTS // (B * P * G * D))
+                self._store([self._page_features(paged[:, i : i + step]) for i in range(0, new_pages, step)])
+            self._pages += new_pages
             self._tail = tail
         return self.tokens
 
@@ -207,17 +208,29 @@ class PageSummary:
         width = self._features.shape[3]
         return _checked(self.scorer.query_features(_wide(q)), "query_features", tuple(q.shape[:3]), width)
 
-    def _store(self, features: list[Tensor], new_pages: int) -> None:
-        if not features:
-            return
-        total = self._pages + new_pages
+    def _add_means(self, keys: Tensor) -> bool:
+        """Summarize whole pages [B, N * P, G, D] by one kernel; False where none serves."""
+        kernels = triton_for(keys) if type(self.scorer) is MeanKey and not self.on_host else None
+        if kernels is None:
+            return False
+        B, tokens, G, D = keys.shape
+        dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
+        features = self._grown(self._pages + tokens // self.page_tokens, keys.new_empty(B, 0, G, D, dtype=dtype))
+        return kernels.mean_keys(keys, self.page_tokens, features, self._pages)
+
+    def _store(self, features: list[Tensor]) -> None:
+        total = self._pages + sum(part.shape[1] for part in features)
+        room = self._grown(total, features[0])
+        room[:, self._pages : total].copy_(torch.cat(features, 1), non_blocking=True)
+
+    def _grown(self, total: int, like: Tensor) -> Tensor:
+        """The features, with room for so many pages."""
         if self._features is None or self._features.shape[1] < total:
-            room = self._room(features[0], max(total, 2 * self._pages))
+            room = self._room(like, max(total, 2 * self._pages))
             if self._features is not None:
                 room[:, : self._pages] = self._features[:, : self._pages]
             self._features = room
-        self._features[:, self._pages : total].copy_(torch.cat(features, 1), non_blocking=True)
-        self._pages = total
+        return self._features
 
     def _room(self, like: Tensor, pages: int) -> Tensor:
         """Memory for so many pages' features."""
