@@ -21,6 +21,7 @@ from chunk_recur.replay import Autocast, RandomState, fresh_casts, preserved_ran
 from offload import Shelf
 
 from .hf import Unsupported
+from .unread import hooked, noted, only_added, replaced, tail_of, unread
 
 Call = Callable[..., Tensor]
 
@@ -40,6 +41,7 @@ class Replay:
     index: int = 0
     random: dict[tuple[int, int], RandomState] = field(default_factory=dict)
     handed: Tensor | None = None  # what the layer before returned
+    tails: dict[int, nn.Linear | None] = field(default_factory=dict)  # whose value nobody reads, by place
 
     @property
     def last(self) -> int:
@@ -56,9 +58,9 @@ class Replay:
         """Stand between the decoder and its layers. A layer's own activation checkpointing has nothing left to save."""
         with ExitStack() as stack:
             for place, layer in enumerate(self.layers):
-                stack.enter_context(_replaced(layer, "_compiled_call_impl", self._stand_in(place, layer)))
+                stack.enter_context(replaced(layer, "_compiled_call_impl", self._stand_in(place, layer)))
                 if getattr(layer, "gradient_checkpointing", False):
-                    stack.enter_context(_replaced(layer, "gradient_checkpointing", False))
+                    stack.enter_context(replaced(layer, "gradient_checkpointing", False))
             yield
 
     def _stand_in(self, place: int, layer: nn.Module) -> Call:
@@ -94,7 +96,7 @@ class Replay:
     def _promise(self, place: int, layer: nn.Module, inner: Call, args: tuple, kwargs: dict) -> Tensor:
         """The walk's forward through a layer that is not the last."""
         leaves, spec = tree_flatten((args, kwargs))
-        learns = any(p.requires_grad for p in layer.parameters()) or _hooked(layer)
+        learns = any(p.requires_grad for p in layer.parameters()) or any(map(hooked, layer.modules()))
         tensors = [x if isinstance(x, Tensor) and x.requires_grad else None for x in leaves]
         if learns or any(x is not None for x in tensors):
             anchor = torch.empty(0, device=args[0].device, requires_grad=True)  # the output must require grad
@@ -126,6 +128,27 @@ class Replay:
         """Begin to fetch what the backward of a layer starts from."""
         self.shelf.prefetch((index, place - 1))
         self.ahead(index, place)
+
+    def with_grad(self, place: int, inner: Call, args: tuple, kwargs: dict) -> Tensor:
+        """A layer with its graph, for gradients alone: the first chunk's shows whether they need its last product."""
+        if place not in self.tails:
+            layer = self.layers[place]
+            tail = tail_of(layer) if inner == layer._call_impl else None  # of compiled code nothing can be left out
+            if tail is not None:
+                with noted(tail) as nodes:
+                    out = inner(*args, **kwargs)
+                self.tails[place] = tail if only_added(out, nodes) else None
+                return out
+            self.tails[place] = None
+        tail = self.tails[place]
+        if tail is not None:
+            with unread(tail) as nodes:
+                out = inner(*args, **kwargs)
+            if only_added(out, nodes):
+                return out
+            self.tails[place] = None  # it does something else this time
+            self._seat(place)
+        return inner(*args, **kwargs)
 
     def done(self, place: int) -> None:
         """A layer's backward is enqueued."""
@@ -177,30 +200,10 @@ class _Layer(torch.autograd.Function):
         leaves[0] = hidden
         args, kwargs = tree_unflatten(leaves, ctx.spec)
         with torch.enable_grad(), ctx.autocast.entered(), replay.again(place):
-            out = ctx.inner(*args, **kwargs)
+            out = replay.with_grad(place, ctx.inner, args, kwargs)
         if out.requires_grad:  # not if all that could learn went unused: experts that no token chose
             # not autograd.grad: parameters accumulate into .grad, with their hooks
             torch.autograd.backward(out, grad)
         replay.done(place)
         grads = [leaves[i].grad if i in ctx.places else None for i in range(len(leaves))]
         return (None,) * 6 + tuple(grads)
-
-
-def _hooked(layer: nn.Module) -> bool:
-    """Whether there are hooks, which may bring in what learns from outside of the layer."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
-
-
-@contextmanager
-def _replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
-    """Another value for an attribute of one module; what the module itself did not have it does not keep."""
-    missing = object()
-    before = vars(module).get(name, missing)
-    vars(module)[name] = value
-    try:
-        yield
-    finally:
-        if before is missing:
-            del vars(module)[name]
-        else:
-            vars(module)[name] = before
