@@ -61,7 +61,7 @@ def unread(linear: nn.Linear) -> Iterator[list[Any]]:
     nodes: list[Any] = []
 
     def forward(x: Tensor) -> Tensor:
-        tensors = (x, linear.weight, linear.bias)
+        tensors: tuple[Tensor | None, ...] = (x, linear.weight, linear.bias)
         if torch.is_autocast_enabled(x.device.type):  # as it would do with `F.linear`
             dtype = torch.get_autocast_dtype(x.device.type)
             tensors = tuple(None if t is None else t.to(dtype) for t in tensors)
