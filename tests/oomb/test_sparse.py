@@ -306,7 +306,8 @@ def test_the_command_line(kind, tmp_path, capsys):
     ]
     sizes = ["--context", "256", "--chunk-tokens", "64", "--page-tokens", "16", "--steps", "2", "--device", "cpu"]
     budget = ["--attention", "sparse", "--top-k-pages", "2", "--recent-pages", "2", "--scorer", "minmax"]
-    code = main(["train", *paths, *sizes, *budget, "--gpu-selection-budget-bytes", "1KB", "--generate-tokens", "0"])
+    budget += ["--gpu-selection-budget-bytes", "1KB", "--gpu-kv-budget-bytes", "50KB", "--segment-tokens", "64"]
+    code = main(["train", *paths, *sizes, *budget, "--generate-tokens", "0"])
     assert code == 0, capsys.readouterr().err
     settings = (tmp_path / "out" / "settings.yaml").read_text()
     assert "attention: sparse" in settings and "scorer: minmax" in settings
