@@ -1,0 +1,110 @@
+"""The studies of quality run on a CPU at small sizes, and what they measure is what they say."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from benchmarks import recall, sparse_quality
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oomb.checkpoint import save_checkpoint
+from oomb.hf import attention_installed
+from oomb.tiny import byte_tokenizer, tiny_model
+
+TEXT = torch.arange(4096, dtype=torch.uint8) % recall.TEXT
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 8), st.integers(8, 20), st.integers(1, 9), st.integers(0, 2**31))
+def test_every_question_has_its_card_and_no_other(pairs, per_pair, values, seed):
+    task = recall.Task(pairs * per_pair // 4 * 4, pairs, 8, values)
+    ids, answer = task.batch(TEXT, 3, seed)
+    assert torch.equal(answer, task.is_answer(ids)) and (answer.sum(1) == pairs).all()
+    for row, where in zip(ids, answer):
+        cards = {int(n): at for at, n in enumerate(row - recall.TEXT - task.keys - task.values) if n >= 0}
+        assert len(cards) == pairs and max(cards.values()) < task.tokens // 4
+        known = dict(divmod(card, values) for card in cards)
+        assert len(known) == pairs, "two cards of one key"
+        for at in where.nonzero().flatten().tolist():
+            assert at > task.tokens - task.tokens // 4
+            assert int(row[at]) - recall.TEXT - task.keys == known[int(row[at - 1]) - recall.TEXT]
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse, mean", "sparse, minmax", "recent"])
+def test_generating_over_pages_is_the_model(way):
+    """With a budget for every page all ways are the model's own attention, in chunks and token by token."""
+    task = recall.Task(96, 4, 4, 4)
+    model, (ids, _) = recall.make_model(task, 32, 2, 16).eval(), task.batch(TEXT, 2, 0)
+    chunks = dict(recall.kinds(chunk_tokens=32, page_tokens=8, top_k=10, recent=2))[way]
+    decoder, parts = recall.Decoder(model, chunks, 2, 96), [32, 27] + [1] * 37
+    with torch.no_grad():
+        true = model(ids).logits
+    with attention_installed(model):
+        ours = [decoder(part) for part in ids.split(parts, 1)]
+    ends = torch.tensor(parts).cumsum(0) - 1
+    torch.testing.assert_close(torch.stack(ours, 1), true[:, ends], atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_of_recent_pages_does_not_see_the_cards():
+    """Changing a card changes no answer's logits where only recent pages are read, and some where all are."""
+    task = recall.Task(256, 4, 4, 4)
+    model, (ids, _) = recall.make_model(task, 32, 1, 16).eval(), task.batch(TEXT, 1, 0)
+    other = ids.clone()
+    other[:, :64] = 0
+    changed = {}
+    for way, chunks in recall.kinds(chunk_tokens=64, page_tokens=8, top_k=2, recent=2):
+        with attention_installed(model):
+            first, second = (recall.Decoder(model, chunks, 1, 256)(x) for x in (ids, other))
+        changed[way] = not torch.equal(first, second)
+    assert changed["dense"] and not changed["recent"]
+
+
+def test_recall_runs(tmp_path):
+    sizes = {
+        "tokens": 128, "chunk-tokens": 32, "page-tokens": 8, "width": 32, "layers": 1, "pairs": 4, "keys": 4,
+        "values": 4, "rows": 2, "steps": 3, "every": 2,
+    }  # fmt: skip
+    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    assert recall.main([*words, "--small", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "recall.json").read_text())
+    assert list(found["curves"]) == ["dense", "sparse, mean", "sparse, minmax", "recent"]
+    assert [row["step"] for row in found["curves"]["dense"]] == [0, 2, 3]
+    assert list(found["recall"]["recent"]) == ["dense", "recent"]
+    assert (tmp_path / "recall.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_queries_pay_to_pages():
+    q, k = torch.randn(1, 24, 4, 8), torch.randn(1, 24, 2, 8)
+    share = sparse_quality.paid(q, k, block=2, page=8)
+    true = torch.zeros(3)
+    for head in range(4):
+        for at in range(16, 24):
+            weights = (k[0, : at + 1, head // 2] @ q[0, at, head] / math.sqrt(8)).softmax(0)
+            true += torch.stack([part.sum() for part in weights.split(8)]) / 32
+    torch.testing.assert_close(share, true)
+
+
+def test_sparse_quality_runs(tmp_path):
+    """With a budget for all pages nothing differs and everything is caught; no rule catches more than the best."""
+    save_checkpoint(tmp_path / "model", tiny_model(256, 0), byte_tokenizer())
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(200)))
+    paths = ["--model", str(tmp_path / "model"), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path)]
+    sizes = ["--cases", "256x8", "--budgets", "2", "32", "--chunk-tokens", "64", "--device", "cpu"]
+    assert sparse_quality.main([*paths, *sizes]) == 0
+    (case,) = json.loads((tmp_path / "sparse_quality.json").read_text())["cases"]
+    for row in case["rows"]:
+        assert row["caught"] <= case["best"][str(row["pages"])] + 1e-6
+        if row["pages"] == 32:
+            assert row["error"] < 1e-5 and row["caught"] == pytest.approx(1.0, abs=1e-5)
+        else:
+            assert 1e-3 < row["error"] < 2.0 and 0 < row["cosine"] < 1
+    assert (tmp_path / "sparse_quality.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_budgets_read_equally_many_pages():
+    for rule in sparse_quality.RULES:
+        assert sum(sparse_quality.budget(rule, 8).values()) == 8 + sparse_quality.SINKS + sparse_quality.RECENT
