@@ -380,6 +380,13 @@ def test_tiles_of_keys_cover_what_a_tile_of_rows_sees(rows, repeat):
             assert all(16 <= w <= most and w & (w - 1) == 0 for w in widths)
 
 
+@pytest.mark.parametrize("dim", [192, 256])
+def test_a_small_window_of_wide_heads(dim):
+    case = Case(dim=dim, window=64, tokens=10, heads=2, groups=1, lengths=(100,))
+    with with_tiles("plain"):
+        case.check(case.run(triton_attention))
+
+
 @pytest.mark.parametrize("repeat", [7, 8])
 @pytest.mark.parametrize("accumulate", ["owner", "atomic"])
 def test_a_window_with_the_tiles_of_the_table(repeat, accumulate):

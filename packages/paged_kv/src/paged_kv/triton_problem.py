@@ -96,7 +96,8 @@ class Problem:
     @property
     def at_once(self) -> bool:
         """Whether the window kernels serve this: what a tile of rows sees fits the chip at once."""
-        if self.geometry.window is None or self.geometry.window * triton.next_power_of_2(self.dim) > 2**14:
+        dim = triton.next_power_of_2(self.dim)
+        if self.geometry.window is None or dim > 128 or self.geometry.window * dim > 2**14:
             return False
         if INTERPRETED:
             return True
