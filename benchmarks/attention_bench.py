@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,6 +156,51 @@ def median_ms(call, *, graph: bool = False, rep: int = 120) -> float:
     if graph:
         return do_bench_cudagraph(call, rep=rep, return_mode="median")
     return do_bench(call, warmup=25, rep=rep, return_mode="median")
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Something to time; `repeats`: how often one call does it."""
+
+    call: Callable[[], object]
+    repeats: int = 1
+
+    @staticmethod
+    def in_graph(call: Callable[[], object], repeats: int = 20) -> Timed:
+        """For what takes microseconds, where launches would be timed instead."""
+        call()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for _ in range(repeats):
+                call()
+        return Timed(graph.replay, repeats)
+
+
+def side_by_side(systems: dict[str, Timed], *, seconds: float = 2.0) -> list[dict[str, float]]:
+    """Milliseconds of each system, round by round, every other round in reverse order.
+
+    Clocks and temperature drift over seconds; within a round all systems meet the same. The GPU is given a head start,
+    so that it never waits for a launch.
+    """
+    for system in systems.values():
+        system.call()
+
+    def once(order: list[str]) -> dict[str, float]:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(order) + 1)]
+        torch.cuda._sleep(3_000_000)
+        marks[0].record()
+        for name, mark in zip(order, marks[1:]):
+            systems[name].call()
+            mark.record()
+        torch.cuda.synchronize()
+        return {n: a.elapsed_time(b) / systems[n].repeats for n, a, b in zip(order, marks, marks[1:])}
+
+    order = list(systems)
+    first = once(order)
+    total = sum(ms * systems[name].repeats for name, ms in first.items())
+    rounds = min(30, max(6, round(1000 * seconds / total)))
+    return [once(order if i % 2 else order[::-1]) for i in range(rounds)]
 
 
 DENSE = {64: Config(dim=64), 128: Config(), 256: Config(heads=14, groups=2, dim=256)}
