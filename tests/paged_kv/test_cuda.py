@@ -34,6 +34,12 @@ SHAPES = {
 LIMITED = {
     "small window": {"tokens": 260, "heads": 16, "groups": 2, "dim": 64, "page": 128, "lengths": (700,), "window": 128},
     "uneven small window": {"batch": 2, "tokens": 290, "heads": 14, "groups": 2, "dim": 80, "lengths": (700, 90)}
+    | {"window": 64},
+    "small window, segments": {"tokens": 300, "heads": 8, "groups": 2, "dim": 128, "lengths": (700,), "split": 1}
+    | {"window": 128},
+    "small window, documents": {"batch": 2, "tokens": 300, "heads": 6, "groups": 2, "dim": 64, "lengths": (400, 70)}
+    | {"window": 192, "documents": "some"},
+    "uneven window": {"batch": 2, "tokens": 290, "heads": 14, "groups": 2, "dim": 80, "lengths": (700, 90)}
     | {"window": 100},
     "window": {"tokens": 400, "heads": 14, "groups": 2, "dim": 128, "page": 128, "lengths": (900,), "window": 500},
     "documents": {"batch": 2, "tokens": 300, "heads": 7, "groups": 1, "dim": 128, "lengths": (400, 70)}
@@ -102,7 +108,8 @@ def test_two_runs_give_the_same_bits(shape):
             assert torch.equal(a, b)
 
 
-def test_offsets_beyond_two_to_the_31():
+@pytest.mark.parametrize("window", [None, 128, 300])
+def test_offsets_beyond_two_to_the_31(window):
     """The same past at the end of pages of more than 2^31 elements, and in pages of its own."""
     page, groups, dim, count = 128, 4, 128, 6
     slots = 2**31 // (page * groups * dim) + count
@@ -110,7 +117,7 @@ def test_offsets_beyond_two_to_the_31():
     small = [torch.randn(count, page, groups, dim, device="cuda", dtype=BF16) for _ in range(2)]
     q, dout = (torch.randn(1, 256, 8, dim, device="cuda", dtype=BF16) for _ in range(2))
     k, v = (torch.randn(1, 256, groups, dim, device="cuda", dtype=BF16) for _ in range(2))
-    geometry = Geometry(dim**-0.5, (count * page - 5,), page)
+    geometry = Geometry(dim**-0.5, (count * page - 5,), page, window)
 
     def run(backend, pages, first):
         dk, dv = (torch.zeros(p.shape, device="cuda") for p in pages)
@@ -127,29 +134,47 @@ def test_offsets_beyond_two_to_the_31():
     for pages, part in zip(large, small):
         pages[-count:] = part
     assert large[0].numel() > 2**31
-    for backend in (triton_attention, cudnn):
+    for backend in (triton_attention, cudnn) if window is None else (triton_attention,):
         for a, b in zip(run(backend, small, 0), run(backend, large, slots - count)):
             assert torch.equal(a, b)
 
 
-def test_nothing_of_the_size_of_the_past_is_allocated():
-    past, tokens, page = 262144, 512, 128
+def peak_of_a_chunk(backend, past, *, accumulate="owner", window=None, dim=128):
+    """Bytes that a forward and a backward take beside what is given."""
+    tokens, page, groups = 512, 128, 4
     pages = past // page
     make = lambda *shape: torch.randn(shape, device="cuda", dtype=BF16)  # noqa: E731
-    k_pages, v_pages = make(pages, page, 4, 128), make(pages, page, 4, 128)
+    k_pages, v_pages = make(pages, page, groups, dim), make(pages, page, groups, dim)
     dk, dv = (torch.zeros(k_pages.shape, device="cuda") for _ in range(2))
-    table = torch.randperm(pages, device="cuda", dtype=torch.int32)[None]
-    q, dout, k, v = make(1, tokens, 28, 128), make(1, tokens, 28, 128), make(1, tokens, 4, 128), make(1, tokens, 4, 128)
-    segment = Segment(0, k_pages, v_pages, table, None, dk, dv, table, None)
-    geometry = Geometry(128**-0.5, (past,), page)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    out, lse = triton_attention.forward(q, k, v, [segment], geometry)
-    triton_attention.backward(
-        dout, q, k, v, out, lse, [segment], geometry, past_grad=True, accumulate="owner"
-    )  # fmt: skip
-    peak = torch.cuda.max_memory_allocated() - before
-    assert peak <= 2**26 + 16 * q.numel() * q.element_size() < k_pages.numel() * k_pages.element_size()
+    table = torch.arange(pages, device="cuda", dtype=torch.int32)[None]
+    q, dout = (make(1, tokens, 7 * groups, dim) for _ in range(2))
+    k, v = (make(1, tokens, groups, dim) for _ in range(2))
+    segment = Segment(0, k_pages, v_pages, table, (0,), dk, dv, table, (0,))
+    geometry = Geometry(dim**-0.5, (past,), page, window)
+    for measured in (False, True):  # the first call of a shape may plan
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out, lse = backend.forward(q, k, v, [segment], geometry)
+        backend.backward(
+            dout, q, k, v, out, lse, [segment], geometry, past_grad=True, accumulate=accumulate
+        )  # fmt: skip
+        if not measured:
+            del out, lse
+    return torch.cuda.max_memory_allocated() - before, q.nbytes, k_pages.nbytes
+
+
+@pytest.mark.parametrize("accumulate", ["owner", "atomic"])
+@pytest.mark.parametrize("window", [None, 128, 1000])
+def test_nothing_of_the_size_of_the_past_is_allocated(window, accumulate):
+    peak, queries, pages = peak_of_a_chunk(triton_attention, 262144, window=window, accumulate=accumulate)
+    assert peak <= 2**26 + 16 * queries < pages
+
+
+def test_what_cudnn_takes_does_not_grow_with_the_past():
+    """A run's gradients exist once more before they are added, however long the past is."""
+    peaks = [peak_of_a_chunk(cudnn, past)[0] for past in (131072, 524288)]
+    assert peaks[1] <= peaks[0] + 2**20
 
 
 @pytest.mark.parametrize(
@@ -158,8 +183,19 @@ def test_nothing_of_the_size_of_the_past_is_allocated():
 )
 def test_triton_refuses_and_touches_nothing(change, match):
     problem = case(SHAPES["no past"] | {"lengths": (100,)}, **({"dtype": BF16} | change))
+    untouched = [x.clone().view(torch.uint8) for x in (problem.pages_k, problem.pages_v, problem.earlier)]
+    lse = torch.zeros(problem.batch, problem.heads, problem.tokens, device="cuda")
+    inputs = (problem.q, problem.k, problem.v)
     with pytest.raises(ValueError, match=match):
-        problem.run(triton_attention)
+        triton_attention.forward(*inputs, problem.segments(), problem.geometry)
+    grads = (problem.earlier, problem.earlier)
+    with pytest.raises(ValueError, match=match):
+        triton_attention.backward(
+            problem.dout, *inputs, problem.q, lse, problem.segments(grads), problem.geometry, past_grad=True,
+            accumulate="owner",
+        )  # fmt: skip
+    for before, now in zip(untouched, (problem.pages_k, problem.pages_v, problem.earlier)):
+        assert torch.equal(before, now.view(torch.uint8))
 
 
 def test_triton_refuses_tensors_that_are_not_on_a_gpu():
