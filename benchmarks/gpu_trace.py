@@ -31,7 +31,7 @@ COPIES = {"HtoD": "copies in", "DtoH": "copies out", "DtoD": "copies within"}
 
 @dataclass(frozen=True)
 class Event:
-    """One kernel, copy or fill. Units: seconds since the first."""
+    """One kernel, copy or fill. `asked`: when the CPU asked for it. Units: seconds since the first."""
 
     start: float
     stop: float
@@ -39,6 +39,7 @@ class Event:
     name: str
     stream: int
     grid: tuple[int, ...]
+    asked: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -47,10 +48,14 @@ class Event:
 
 def device_events(profiler: Any) -> list[Event]:
     """The events of a torch.profiler.profile that has ended, by start."""
+    return parse(chrome_trace(profiler))
+
+
+def chrome_trace(profiler: Any) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return parse(json.loads(path.read_text()))
+        return json.loads(path.read_text())
 
 
 def parse(trace: dict) -> list[Event]:
@@ -58,6 +63,7 @@ def parse(trace: dict) -> list[Event]:
     rows = [row for row in trace["traceEvents"] if row.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     rows.sort(key=lambda row: row["ts"])
     zero = rows[0]["ts"] if rows else 0
+    asked = {row["args"]["correlation"]: row["ts"] for row in _calls(trace) if "correlation" in row["args"]}
     return [
         Event(
             (row["ts"] - zero) / 1e6,
@@ -66,6 +72,7 @@ def parse(trace: dict) -> list[Event]:
             _short(row["name"]),
             int(row["args"].get("stream", row["tid"])),
             tuple(row["args"].get("grid", ())),
+            (asked.get(row["args"].get("correlation"), row["ts"]) - zero) / 1e6,
         )
         for row in rows
     ]
@@ -104,14 +111,38 @@ def is_compute(event: Event) -> bool:
     return event.kind not in ("copies in", "copies out")
 
 
-def gaps(events: Sequence[Event]) -> Iterator[tuple[float, str, str]]:
-    """(seconds, what ran before, what after) of every time in which nothing computed."""
+@dataclass(frozen=True)
+class Gap:
+    """A time in which nothing computed. late: the CPU asked for what came after too late to fill it. Units: seconds"""
+
+    seconds: float
+    before: str
+    after: str
+    late: bool
+
+
+def gaps(events: Sequence[Event]) -> Iterator[Gap]:
+    """Every time in which nothing computed, between kernels."""
     busy = None
     for event in sorted(filter(is_compute, events), key=lambda e: e.start):
         if busy is not None and event.start > busy.stop:
-            yield event.start - busy.stop, busy.name, event.name
+            yield Gap(event.start - busy.stop, busy.name, event.name, event.asked > busy.stop - 5e-6)
         if busy is None or event.stop > busy.stop:
             busy = event
+
+
+def waits(trace: dict) -> dict[str, tuple[float, int]]:
+    """Calls in which the CPU waits for the device or the driver: seconds and number, by name."""
+    found: dict[str, tuple[float, int]] = {}
+    for row in _calls(trace):
+        if re.search("Synchronize|Malloc|Free|HostAlloc|Register", row["name"]):
+            seconds, count = found.get(row["name"], (0.0, 0))
+            found[row["name"]] = (seconds + row["dur"] / 1e6, count + 1)
+    return found
+
+
+def _calls(trace: dict) -> list[dict]:
+    return [row for row in trace["traceEvents"] if row.get("cat") in ("cuda_runtime", "cuda_driver")]
 
 
 def _kind(category: str, name: str) -> str:

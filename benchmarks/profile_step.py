@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
-from gpu_trace import Event, device_events, gaps, is_compute, length, merged, overlap
+from gpu_trace import Gap, chrome_trace, gaps, is_compute, length, merged, overlap, parse, waits
 from step import SYSTEMS, VOCAB, build, use_liger
 from torch.profiler import ProfilerActivity, profile
 
@@ -35,7 +35,8 @@ def flops(model, tokens: int) -> dict[str, float]:
     }
 
 
-def report(events: Sequence[Event], work: dict[str, float], rows: int) -> None:
+def report(trace: dict, work: dict[str, float], rows: int) -> None:
+    events = parse(trace)
     compute = [e for e in events if is_compute(e)]
     busy = merged(compute)
     print(f"  compute busy {length(busy):.3f} s of {events[-1].stop:.3f} s")
@@ -56,12 +57,24 @@ def report(events: Sequence[Event], work: dict[str, float], rows: int) -> None:
     for (name, grid), seconds in sorted(names.items(), key=lambda entry: -sum(entry[1]))[:rows]:
         mean = 1e6 * sum(seconds) / len(seconds)
         print(f"  {sum(seconds):8.4f} s {len(seconds):6d} x {mean:8.0f} us  {list(grid)!s:20s} {name[:110]}")
-    between: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for seconds, before, after in gaps(events):
-        between[before[:50], after[:50]].append(seconds)
-    print(f"  -- gaps: {sum(map(sum, between.values())):.4f} s, where they are longest")
-    for (before, after), seconds in sorted(between.items(), key=lambda entry: -sum(entry[1]))[:8]:
-        print(f"  {sum(seconds):8.4f} s {len(seconds):6d} x  {before} | {after}")
+    report_gaps(list(gaps(events)))
+    for name, (seconds, count) in sorted(waits(trace).items(), key=lambda entry: -entry[1][0]):
+        print(f"  {seconds:8.4f} s {count:6d} x  in {name}")
+
+
+def report_gaps(found: Sequence[Gap], rows: int = 12) -> None:
+    late = sum(gap.seconds for gap in found if gap.late)
+    total = sum(gap.seconds for gap in found)
+    print(f"  -- gaps: {total:.4f} s, {late:.4f} s of it because the CPU was late; between what, mean and longest")
+    between: dict[tuple[str, str], list[Gap]] = defaultdict(list)
+    for gap in found:
+        between[gap.before[:60], gap.after[:60]].append(gap)
+    for (before, after), some in sorted(between.items(), key=lambda entry: -sum(g.seconds for g in entry[1]))[:rows]:
+        seconds = [gap.seconds for gap in some]
+        mean, longest = 1e6 * sum(seconds) / len(some), 1e6 * max(seconds)
+        lates = sum(gap.late for gap in some)
+        times = f"{sum(seconds):8.4f} s {len(some):6d} x {mean:6.0f} us {longest:7.0f} us"
+        print(f"  {times}, late {lates}: {before} | {after}")
 
 
 def main() -> None:
@@ -95,7 +108,7 @@ def main() -> None:
             f"\n{system}, {arguments.tokens} tokens: {first:.3f} s the first time, {second:.3f} s the second, "
             f"{seconds:.3f} s profiled; peak {peak:.1f} GiB"
         )
-        report(device_events(trace), flops(model, arguments.tokens), arguments.rows)
+        report(chrome_trace(trace), flops(model, arguments.tokens), arguments.rows)
 
 
 if __name__ == "__main__":
