@@ -5,7 +5,9 @@
 
 The rival is Hugging Face with SDPA (cuDNN first), non-reentrant gradient checkpointing of every layer and a loss tiled
 over tokens; both use Liger's RoPE, RMSNorm and SwiGLU when liger-kernel is installed. Every system runs in the same
-process on the same model, after a warm-up at 16,384 tokens; its gradient norm is printed, so that a wrong step shows.
+process on the same model; its gradient norm is printed, so that a wrong step shows. Before a row the same length runs
+through the first two layers, and ours asks the model what it asks once: cuDNN plans every length of keys when it first
+comes (50 to 95 ms each), which is the first step's cost and no later one's. `first_seconds` is what all that took.
 Growth is that of the peak above what was allocated before the step, between the shortest and the longest context.
 """
 
@@ -28,6 +30,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from offload import PinnedArena
 from oomb import ChunkConfig, chunked_backward
+from oomb.api import _profile
+from oomb.hf import take_apart
 from oomb.host import HostLease, spare_bytes
 from oomb.step import PassContext
 
@@ -158,8 +162,33 @@ def host_use() -> Iterator[list[int]]:
         yield used
 
 
+@contextmanager
+def shortened(model, layers: int) -> Iterator[None]:
+    """The same model with its first layers only."""
+    whole, count = model.model.layers, model.config.num_hidden_layers
+    model.model.layers, model.config.num_hidden_layers = whole[:layers], layers
+    try:
+        yield
+    finally:
+        model.model.layers, model.config.num_hidden_layers = whole, count
+
+
+def prepare(name: str, model, ids: torch.Tensor) -> float:
+    """What only the first step of a length pays. Units: seconds"""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    with shortened(model, 2):
+        SYSTEMS[name](model, ids)
+    if name != "rival":
+        _profile(take_apart(model), ids.shape[1])
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def measure(name: str, model, tokens: int) -> dict:
     ids = torch.randint(VOCAB, (1, tokens), generator=torch.Generator().manual_seed(1))
+    model.zero_grad(set_to_none=True)
+    first = prepare(name, model, ids)
     model.zero_grad(set_to_none=True)
     gc.collect()
     torch.cuda.empty_cache()
@@ -179,6 +208,7 @@ def measure(name: str, model, tokens: int) -> dict:
     peak = torch.cuda.max_memory_allocated()
     return row | {
         "seconds": seconds,
+        "first_seconds": first,
         "peak_gib": peak / GIB,
         "above_gib": (peak - before) / GIB,
         "host_gib": max(used, default=0) / GIB,
@@ -213,11 +243,8 @@ def main() -> None:
     }
     if arguments.pin_gib:
         HostLease(arguments.pin_gib * GIB, torch.device("cuda", 0)).release()
-    rows, warm = [], set()
+    rows: list[dict] = []
     for name, tokens in plan:
-        if name not in warm:
-            measure(name, model, 16384)  # compilation, autotuning, library handles
-            warm.add(name)
         rows.append(measure(name, model, tokens))
         print(json.dumps(rows[-1]), flush=True)
         if arguments.out:

@@ -204,7 +204,9 @@ class Engine:
         roots, root_grads = [], []
         if run.loss is not None and run.loss.requires_grad:
             roots.append(run.loss)
-            root_grads.append(torch.as_tensor(grad, dtype=run.loss.dtype, device=run.loss.device))
+            # A number is filled in on the device: copying it there would make the CPU wait for all that was enqueued.
+            given = grad.to(run.loss) if isinstance(grad, Tensor) else torch.full_like(run.loss, grad)
+            root_grads.append(given)
         for out, out_grad in zip(run.carried_out.leaves, carried_grads):
             if out_grad is not None and out.requires_grad:
                 roots.append(out)

@@ -70,6 +70,13 @@ class Chunks(Sequence[Chunk]):
         return (self[i] for i in range(len(self)))
 
 
+def to_device(rows: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device, without the CPU waiting for what the device has been given before."""
+    if device.type == "cuda":
+        rows = rows.pin_memory()  # of torch's own store, which knows when a copy has ended
+    return rows.to(device, non_blocking=True)
+
+
 def prepare(
     input_ids: Tensor,
     *,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 NAME = "oomb"
+ASKING = "oomb_asking"  # the same attention, for which the library also makes masks
 
 
 class Unsupported(ValueError):
@@ -83,8 +84,11 @@ def _mask(*_: Any, mask_function: Callable, **__: Any) -> MaskSpec:
     return MaskSpec(mask_function)
 
 
+# A pass needs no masks: what they let a token see was asked before. Making them the library looks into the positions,
+# for which the CPU would wait until the device has done all that it has been given.
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, _mask)
+AttentionInterface.register(ASKING, attention)
+AttentionMaskInterface.register(ASKING, _mask)
 
 
 @dataclass(frozen=True)
@@ -168,15 +172,18 @@ def _refuse_settings(causal: PreTrainedModel) -> None:
 
 
 @contextmanager
-def attention_installed(causal: PreTrainedModel) -> Iterator[None]:
-    """Within it, the model's attention calls go to `attention` above; afterwards it has its own again."""
+def attention_installed(causal: PreTrainedModel, name: str = NAME) -> Iterator[None]:
+    """Within it, the model's attention calls go to `attention` above; afterwards it has its own again.
+
+    name: ASKING to have what the library would have masked handed to them, too
+    """
     configs = {id(m.config): m.config for m in causal.modules() if isinstance(m, PreTrainedModel)}.values()
     before = [(config, config._attn_implementation_internal) for config in configs]
     try:
-        causal.set_attn_implementation(NAME)
-        if causal.config._attn_implementation != NAME:
+        causal.set_attn_implementation(name)
+        if causal.config._attn_implementation != name:
             raise Unsupported(f"{type(causal).__name__} does not let its attention be replaced (no AttentionInterface)")
         yield
     finally:
-        for config, name in before:
-            config._attn_implementation_internal = name
+        for config, own in before:
+            config._attn_implementation_internal = own

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .batch import IGNORED
+from .batch import IGNORED, to_device
 from .hf import Parts, Unsupported
 
 TokenLoss = Callable[[Tensor, Tensor], Tensor]  # (logits [N, V], labels [N]) -> [N]
@@ -98,8 +98,8 @@ def tiled_loss(
     if len(valid) == 0:
         return (head(rows[:1]) * 0).sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
     if len(valid) < len(flat):
-        rows, flat = rows.index_select(0, valid.to(rows.device)), flat[valid]
-    flat = flat.to(rows.device, non_blocking=True)
+        rows, flat = rows.index_select(0, to_device(valid, rows.device)), flat[valid]
+    flat = to_device(flat, rows.device)
     lean = TRITON and rows.is_cuda and rows.dtype.itemsize == 2 and token_loss is cross_entropy
     tile = _auto_tile(vocab_size, lean=lean) if tile_tokens == "auto" else tile_tokens
 

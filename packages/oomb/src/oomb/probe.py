@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .hf import MaskSpec, Parts, Unsupported, attention_installed
+from .hf import ASKING, MaskSpec, Parts, Unsupported, attention_installed
 from .layers import Stack, layer_stack
 from .loss import Head, cross_entropy
 from .masks import window_of
@@ -175,7 +175,7 @@ def probe(parts: Parts, length: int) -> Profile:
     name = type(parts.causal).__name__
     with evaluating(parts.given), HeldRope(parts.decoder, tokens - 1).installed():
         own = _own_run(parts, ids)
-        with attention_installed(parts.causal):
+        with attention_installed(parts.causal, ASKING):
             whole, one = _chunked_run(parts, ids, tokens, length)
             stack = layer_stack(parts.decoder, one.modules, lambda: _chunked_run(parts, ids, tokens, length))
             chunked, many = _chunked_run(parts, ids, PROBE_CHUNK, length)
@@ -223,7 +223,7 @@ def outline(parts: Parts, length: int) -> Profile:
 
     if parts.device.type == "meta" and hasattr(parts.causal, "set_experts_implementation"):
         parts.causal.set_experts_implementation("batched_mm")  # others ask where tokens go
-    with evaluating(parts.given), attention_installed(parts.causal):
+    with evaluating(parts.given), attention_installed(parts.causal, ASKING):
         run()
         stack = layer_stack(parts.decoder, context.modules, run)
     return Profile(context.facts, type(seen[0]), router_of(parts.causal), stack)

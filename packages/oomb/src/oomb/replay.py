@@ -153,8 +153,6 @@ class Replay:
     def done(self, place: int) -> None:
         """A layer's backward is enqueued."""
         self.shelf.drop((self.index, place - 1))
-        if place == 0 and self.index > 0:
-            self.shelf.prefetch((self.index - 1, self.last - 1))
 
     def _seat(self, place: int) -> None:
         """Let a layer draw the random numbers that it drew the first time."""
@@ -192,7 +190,10 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         replay, place = ctx.replay, ctx.place
         assert replay.index == ctx.index, "a chunk's layers are walked back before the next chunk begins"
-        replay.prefetch(ctx.index, place - 1)
+        if place:
+            replay.prefetch(ctx.index, place - 1)
+        elif ctx.index:  # what the chunk before begins with
+            replay.shelf.prefetch((ctx.index - 1, replay.last - 1))
         leaves = list(ctx.rest)
         for i, x in zip(ctx.places, ctx.saved_tensors, strict=True):
             leaves[i] = x.detach().requires_grad_()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from offload import Shelf
 from paged_kv import paged_attention
 
-from .batch import Batch, Chunk, Chunks
+from .batch import Batch, Chunk, Chunks, to_device
 from .config import ChunkConfig
 from .hf import Parts, Unsupported
 from .loss import Head, TokenLoss, tiled_loss
@@ -159,11 +159,11 @@ class DecoderStep:
 
     def __call__(self, index: int, chunk: Chunk, carried: object, phase: str) -> tuple[Tensor | None, object]:
         device = self.parts.device
-        documents = None if chunk.documents is None else chunk.documents.to(device)
+        documents = None if chunk.documents is None else to_device(chunk.documents, device)
         first_token = 0 if chunk.documents is None else int(chunk.documents.min())
-        real = None if chunk.real is None else chunk.real.to(device)
+        real = None if chunk.real is None else to_device(chunk.real, device)
         self.context.begin(index, phase, documents, real, first_token)
-        ids, positions = chunk.ids.to(device), chunk.positions.to(device)
+        ids, positions = to_device(chunk.ids, device), to_device(chunk.positions, device)
         try:
             output = self._decode(index, phase, ids, positions)
         except _TailSkipped:
