@@ -61,6 +61,8 @@ class Pass:
 
     def first_page(self, layer: int, start: int) -> int:
         window = self.windows[layer]
+        if window == 1:  # nobody looks back
+            return -(-start // self.page)
         first = 0 if window is None else max(start - window + 1, 0)
         return max(first, *(cut for cut in self.documents if cut <= start), 0) // self.page
 

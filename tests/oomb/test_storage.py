@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offload import HostOutOfMemory
 from oomb.host import HostLease
 from oomb.probe import LayerFacts
-from oomb.storage import Budget, TieredPast, divide, one_page_bytes
+from oomb.storage import Budget, Stored, TieredPast, divide, one_page_bytes
 
 FACTS = LayerFacts(heads=4, kv_heads=2, head_dim=3, dtype=torch.float64, window=None)
 CPU = torch.device("cpu")
@@ -120,6 +120,34 @@ def test_the_budget_of_the_host_is_enough_for_what_is_taken_from_it():
     for layer in facts:
         list(past.segments(layer, "backward"))
     past.abort()
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    window=st.none() | st.integers(1, 30), tokens=st.integers(1, 80), chunk=st.integers(1, 20), page=st.integers(1, 6)
+)
+def test_a_layer_stores_the_pages_that_later_chunks_read(window, tokens, chunk, page):
+    bounds = [(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
+    stored = Stored.of(window, bounds, page)
+    read = set()
+    for start, _ in bounds[1:]:
+        first = 0 if window is None else max(start - window + 1, 0)
+        if first < start:
+            pages = range(first // page, -(-start // page))
+            read |= set(pages)
+            numbers = [p - stored.shift(p) for p in pages]
+            assert numbers == list(range(numbers[0], numbers[0] + len(pages)))
+            assert stored.shift(pages[0]) == stored.shift(pages[-1])
+    kept = [p for first, last in stored.runs for p in range(first, last)]
+    assert set(kept) == read and stored.pages == len(read)
+    assert [p - stored.shift(p) for p in kept] == list(range(len(kept)))
+    for start, stop in bounds[:-1]:
+        begin, skipped = stored.span(start, stop)
+        tokens_stored = [t for t in range(start, stop) if t // page in read]
+        reached = [t for t in tokens_stored if window is None or t > stop - window]
+        assert set(reached) <= set(range(start + skipped, stop))
+        if skipped < stop - start:
+            assert begin == start + skipped - stored.shift((start + skipped) // page) * page
 
 
 def test_recomputed_values_that_differ_name_their_layer():

@@ -68,8 +68,9 @@ class PageLists(Protocol):
 
 
 class HostTier:
-    """Pages [first_page, first_page + pages) of every layer and sequence: keys, values and gradients, in an arena.
+    """Pages [first_page, first_page + pages) of each layer, of every sequence: keys, values, gradients, in an arena.
 
+    A layer's pages are numbered by whoever stores them here, who also says what the layer stores of each chunk.
     Units: segment_pages in pages of one sequence
     """
 
@@ -77,8 +78,8 @@ class HostTier:
         self,
         layers: dict[int, LayerFacts],
         *,
-        first_page: int,
-        pages: int,
+        first_page: dict[int, int],
+        pages: dict[int, int],
         page_tokens: int,
         batch: int,
         grad_dtype: torch.dtype,
@@ -88,29 +89,35 @@ class HostTier:
         lists: PageLists | None = None,
     ) -> None:
         self.facts, self.first_page, self.pages, self.page_tokens = layers, first_page, pages, page_tokens
-        self.batch, self.grad_dtype, self.segment_pages = batch, grad_dtype, min(segment_pages, pages)
+        self.batch, self.grad_dtype, self.segment_pages = batch, grad_dtype, min(segment_pages, max(1, *pages.values()))
         self.lanes, self.arena = lanes, arena
         self._lists = lists
         self._sparse = {layer for layer in layers if lists is not None and lists.is_sparse(layer)}
         self._layers: dict[int, _LayerPages] = {}
-        elements = {i: math.prod(self._shape(i, self.segment_pages)) for i in layers}
+        elements = {i: math.prod(self._shape(i, min(self.segment_pages, n))) for i, n in pages.items()}
         rows = math.prod(listed.rows_for(batch, self.segment_pages)) if self._sparse else 0
         self._kv = Ring(lanes, max(2 * n * layers[i].dtype.itemsize for i, n in elements.items()), rows)
         self._grads = Ring(lanes, max(2 * n * grad_dtype.itemsize for n in elements.values()), rows)
         self._leaving: deque[tuple[Mark, Tensor]] = deque()
         self._chunk = 0
-        self._open = (0, 0)  # the open block's tokens that lie here
+        self._last_page = 0  # of the past, in the order of the sequence
+        self._spans: dict[int, tuple[int, int]] = {}  # the open chunk's tokens that lie here, by layer
         self._before: list[Call] = []  # the calls of the chunk before
         self._now: list[Call] = []
         self._own: dict[int, tuple[Pair, Mark] | None] = {}
         self._slots: dict[int, Tensor] = {}
         self._rows: dict[int, Tensor] = {}
 
-    def open(self, chunk: int, start: int, stop: int, *, fresh: bool) -> None:
-        """The chunk of tokens [start, stop) begins. fresh: the first of its phase, whose calls come in any order."""
-        self._chunk = chunk
-        first, last = (page * self.page_tokens for page in (self.first_page, self.first_page + self.pages))
-        self._open = (max(start, first), min(stop, last))
+    def open(self, chunk: int, past_pages: int, spans: dict[int, tuple[int, int]], *, fresh: bool) -> None:
+        """A chunk begins. fresh: the first of its phase, whose calls come in any order.
+
+        past_pages: of a layer that stores all; spans: the tokens that each layer stores of the chunk, by its numbers
+        """
+        self._chunk, self._last_page = chunk, past_pages
+        for layer, (start, stop) in spans.items():
+            first = self.first_page[layer] * self.page_tokens
+            last = first + self.pages[layer] * self.page_tokens
+            self._spans[layer] = max(start, first), min(stop, last)
         self._before, self._now = ([] if fresh else self._now), []
         self._own.clear()
         self._kv.forget()
@@ -118,62 +125,63 @@ class HostTier:
         for pages in self._layers.values():
             pages.settled = pages.appended
         if self._before:
-            self._prefetch(self._before[0], -(-start // self.page_tokens))
+            self._prefetch(self._before[0])
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
-        """Store the open block's keys and values, [B, C, G, D], whose first token is `start`."""
-        first, last = self._open
+        """Store what the layer stores of the open chunk's keys and values, [B, n, G, D], from token `start` on."""
+        first, last = self._spans[layer]
         if first >= last:
             return
         pages = self._pages_of(layer)
         news = [self._packed(x[:, first - start : last - start]) for x in (k, v)]
-        moves = [
-            move for rows, new in zip(pages.kv, news, strict=True) for move in zip(self._tokens(rows, first, last), new)
-        ]
+        moves: Moves = []
+        for rows, new in zip(pages.kv, news, strict=True):
+            moves += zip(self._tokens(layer, rows, first, last), new)
         pages.appended = self._copy("out", moves, self.lanes.mark("compute"))
         self._leaving.extend((pages.appended, new) for new in news)
         while len(self._leaving) > LEAVING:
             self._let_go()
 
-    def stream(self, layer: int, phase: str, first: int, last: int) -> Iterator[Segment]:
+    def stream(self, layer: int, phase: str, first: int, last: int, shift: int = 0) -> Iterator[Segment]:
         """The pages [first, last) in order, as segments on the device; where lists rule, from this tier's first page.
 
         What is not on its way begins to be fetched at once. Gradients leave when the iterator advances.
+        shift: what makes a page's number the sequence's
         """
         self._now.append((layer, phase))
-        units = self._units(layer, self.first_page if layer in self._sparse else first, last)
+        units = self._units(layer, self.first_page[layer] if layer in self._sparse else first, last)
         ahead = self._take(units[0], phase) if units else ()
-        return self._segments(layer, phase, last, units, ahead)
+        return self._segments(layer, phase, units, ahead, shift)
 
     def _segments(
-        self, layer: int, phase: str, last: int, units: list[Unit], ahead: tuple[Buffer, ...]
+        self, layer: int, phase: str, units: list[Unit], ahead: tuple[Buffer, ...], shift: int
     ) -> Iterator[Segment]:
         following = self._following()
         if not units and following is not None:
-            self._prefetch(following, last)
+            self._prefetch(following)
         for i, (_, start, stop) in enumerate(units):
             taken = ahead
             ahead = self._take(units[i + 1], phase) if i + 1 < len(units) else ()
             if i == 0 and phase == "backward":
                 self._own[layer] = self._begin_own(layer)
             if i + 1 == len(units) and following is not None:
-                self._prefetch(following, last)
+                self._prefetch(following)
             try:
-                yield self._segment(layer, start, stop, *taken)
+                yield self._segment(layer, start, stop, shift, *taken)
             finally:
                 self._done(layer, start, stop, *taken)
 
     def own_grad(self, layer: int) -> tuple[Pair, Mark] | None:
-        """What later chunks left for the open block's tokens here: [B, n, G, D] each, good after the mark."""
+        """What later chunks left for the open chunk's tokens here: [B, n, G, D] each, good after the mark."""
         return self._own.pop(layer) if layer in self._own else self._begin_own(layer)
 
     def stored(self, layer: int, start: int, stop: int) -> tuple[Pair, Mark]:
         """Keys and values of the tokens [start, stop), all of this tier, on their way to the device."""
         pages, facts = self._pages_of(layer), self.facts[layer]
         pair = self._new_pair((self.batch, stop - start, facts.kv_heads, facts.head_dim), facts.dtype)
-        moves = [
-            move for new, rows in zip(pair, pages.kv, strict=True) for move in zip(new, self._tokens(rows, start, stop))
-        ]
+        moves: Moves = []
+        for new, rows in zip(pair, pages.kv, strict=True):
+            moves += zip(new, self._tokens(layer, rows, start, stop))
         assert pages.appended is not None
         return pair, self._copy("in", moves, self.lanes.mark("compute"), pages.appended)
 
@@ -217,7 +225,7 @@ class HostTier:
             buffer.chunk = self._chunk if self._listed(self._chunk, layer) else self._chunk - 1
             buffer.arrived = self._gather(buffer, unit, pair, pages.kv, *after)
         else:
-            buffer.arrived = self._copy("in", self._moves(pair, first, pages.kv, first, last), *after)
+            buffer.arrived = self._copy("in", self._moves(layer, pair, first, pages.kv, first, last), *after)
         return buffer
 
     def _fetch_rest(self, buffer: Buffer, unit: Unit) -> None:
@@ -235,25 +243,25 @@ class HostTier:
         pair = buffer.pair(self._shape(layer, last - first), self.grad_dtype)
         if layer in self._sparse:
             buffer.chunk, host = self._chunk, self._grad_pages(layer)
-            flags, marks = self._flags(pages), self._written(pages, first, last)
+            flags, marks = self._flags(layer), self._written(pages, first, last)
             buffer.arrived = self._gather(buffer, unit, pair, host, buffer.free, *marks, flags=flags)
             return buffer
-        runs = self._touched(pages, first, last)
-        moves = [move for a, b in runs for move in self._moves(pair, first, self._grad_pages(layer), a, b)]
+        runs = self._touched(layer, first, last)
+        moves = [move for a, b in runs for move in self._moves(layer, pair, first, self._grad_pages(layer), a, b)]
         marks = self._written(pages, first, last)
         zero = () if runs == [(first, last)] else pair
         buffer.arrived = self._copy("in", moves, buffer.free, *marks, zero=zero)
         return buffer
 
     def _begin_own(self, layer: int) -> tuple[Pair, Mark] | None:
-        start, stop = self._open
+        start, stop = self._spans[layer]
         if start >= stop or layer not in self._layers:
             return None
         pages, facts = self._layers[layer], self.facts[layer]
         first, last = start // self.page_tokens, -(-stop // self.page_tokens)
         if layer in self._sparse:
             return self._begin_own_flagged(layer, first, last)
-        runs = self._touched(pages, first, last)
+        runs = self._touched(layer, first, last)
         if not runs:
             return None
         pair = self._new_pair((self.batch, stop - start, facts.kv_heads, facts.head_dim), self.grad_dtype)
@@ -261,7 +269,7 @@ class HostTier:
         for a, b in runs:
             low, high = max(a * self.page_tokens, start), min(b * self.page_tokens, stop)
             for new, rows in zip(pair, self._grad_pages(layer), strict=True):
-                moves += zip(new[:, low - start : high - start], self._tokens(rows, low, high), strict=True)
+                moves += zip(new[:, low - start : high - start], self._tokens(layer, rows, low, high), strict=True)
         marks = self._written(pages, first, last)
         zero = () if runs == [(first, last)] else pair
         return pair, self._copy("in", moves, self.lanes.mark("compute"), *marks, zero=zero)
@@ -271,10 +279,10 @@ class HostTier:
         pages, flags = self._layers[layer], self._layers[layer].flags
         if flags is None:
             return None
-        assert self._open == (first * self.page_tokens, last * self.page_tokens)
+        assert self._spans[layer] == (first * self.page_tokens, last * self.page_tokens)
         device = self._new_pair(self._shape(layer, last - first), self.grad_dtype)
         rows, marks = self._all_rows(last - first), self._written(pages, first, last)
-        layout = self._layout(first, last)
+        layout = self._layout(layer, first, last)
         host = self._grad_pages(layer)
 
         def work() -> None:
@@ -285,7 +293,9 @@ class HostTier:
         dk, dv = (x.view(self.batch, -1, *x.shape[2:]) for x in device)
         return (dk, dv), mark
 
-    def _segment(self, layer: int, first: int, last: int, kv: Buffer, grads: Buffer | None = None) -> Segment:
+    def _segment(
+        self, layer: int, first: int, last: int, shift: int, kv: Buffer, grads: Buffer | None = None
+    ) -> Segment:
         count = last - first
         shape = self._shape(layer, count)
         slots, runs = self._slot_table(count), tuple(b * count for b in range(self.batch))
@@ -294,9 +304,9 @@ class HostTier:
             self.lanes.hold("compute", buffer.arrived)
         k, v = kv.pair(shape, self.facts[layer].dtype)
         if grads is None:
-            return Segment(first, k, v, slots, runs, None, None, None, None)
+            return Segment(first + shift, k, v, slots, runs, None, None, None, None)
         dk, dv = grads.pair(shape, self.grad_dtype)
-        return Segment(first, k, v, slots, runs, dk, dv, slots, runs)
+        return Segment(first + shift, k, v, slots, runs, dk, dv, slots, runs)
 
     def _done(self, layer: int, first: int, last: int, kv: Buffer, grads: Buffer | None = None) -> None:
         """What read or added to a unit is enqueued: its buffers may be used again after it."""
@@ -310,17 +320,20 @@ class HostTier:
             grads.free = pages.written[first] = self._scatter(grads, pair, layer, first, last, used)
             grads.unit, grads.busy = None, False
             return
-        moves = [(host, device) for device, host in self._moves(pair, first, self._grad_pages(layer), first, last)]
+        moves = self._moves(layer, pair, first, self._grad_pages(layer), first, last)
+        moves = [(host, device) for device, host in moves]
         grads.free = pages.written[first] = self._copy("out", moves, used)
         grads.unit, grads.busy = None, False
-        a, b = first - self.first_page, last - self.first_page
+        a, b = first - self.first_page[layer], last - self.first_page[layer]
         pages.touched[a:b] = b"\1" * (b - a)
 
-    def _prefetch(self, call: Call, last: int) -> None:
+    def _prefetch(self, call: Call) -> None:
         """Begin to fetch the first unit that a call will want; windowed layers want other pages, and few."""
         layer, phase = call
-        units = self._units(layer, self.first_page, last)
-        if not units or layer not in self._layers or self.facts[layer].window is not None:
+        if layer not in self._layers or self.facts[layer].window is not None:
+            return
+        units = self._units(layer, self.first_page[layer], self._last_page)
+        if not units:
             return
         known = layer not in self._sparse or self._listed(self._chunk, layer) is not None
         if self._kv.find(units[0]) is None and (known or self._listed(self._chunk - 1, layer)):
@@ -360,7 +373,7 @@ class HostTier:
         named, fetched = self._listed(buffer.chunk, layer), None if but is None else self._listed(but, layer)
         assert named is not None and (but is None or fetched is not None)
         (ids, made), but_ids = named, None if fetched is None else fetched[0]
-        layout = self._layout(first, last)
+        layout = self._layout(layer, first, last)
 
         def work() -> None:
             listed.list_rows(buffer.rows, ids, first=first, columns=last - first, but=but_ids)
@@ -371,7 +384,7 @@ class HostTier:
 
     def _scatter(self, buffer: Buffer, device: Pair, layer: int, first: int, last: int, used: Mark) -> Mark:
         """Send back what `_gather` fetched."""
-        flags, host, layout = self._layers[layer].flags, self._grad_pages(layer), self._layout(first, last)
+        flags, host, layout = self._layers[layer].flags, self._grad_pages(layer), self._layout(layer, first, last)
 
         def work() -> None:
             for near, far in zip(device, host, strict=True):
@@ -397,43 +410,45 @@ class HostTier:
         assert self._lists is not None
         return self._lists.lists(chunk, layer)
 
-    def _layout(self, first: int, last: int) -> dict[str, int]:
+    def _layout(self, layer: int, first: int, last: int) -> dict[str, int]:
         """Where the pages [first, last) lie on either side."""
-        return {"columns": last - first, "host_columns": self.pages, "host_first": first - self.first_page}
+        host_first = first - self.first_page[layer]
+        return {"columns": last - first, "host_columns": self.pages[layer], "host_first": host_first}
 
-    def _flags(self, pages: _LayerPages) -> Tensor:
+    def _flags(self, layer: int) -> Tensor:
+        pages = self._layers[layer]
         if pages.flags is None:
-            flags = pages.flags = self.lanes.empty((self.batch * self.pages,), torch.uint8)
+            flags = pages.flags = self.lanes.empty((self.batch * self.pages[layer],), torch.uint8)
             self.lanes.run("in", lambda: flags.zero_(), after=(self.lanes.mark("compute"),))
         return pages.flags
 
     def _pages_of(self, layer: int) -> _LayerPages:
         if layer not in self._layers:
-            shape, dtype = self._shape(layer, self.pages), self.facts[layer].dtype
+            shape, dtype = self._shape(layer, self.pages[layer]), self.facts[layer].dtype
             kv = self.arena.take(shape, dtype), self.arena.take(shape, dtype)
-            self._layers[layer] = _LayerPages(kv, None, bytearray(self.pages))
+            self._layers[layer] = _LayerPages(kv, None, bytearray(self.pages[layer]))
         return self._layers[layer]
 
     def _grad_pages(self, layer: int) -> Pair:
         pages = self._layers[layer]
         if pages.grads is None:
-            shape = self._shape(layer, self.pages)
+            shape = self._shape(layer, self.pages[layer])
             pages.grads = self.arena.take(shape, self.grad_dtype), self.arena.take(shape, self.grad_dtype)
         return pages.grads
 
     def _units(self, layer: int, first: int, last: int) -> list[Unit]:
         """Pages [first, last) cut at fixed multiples of segment_pages."""
-        edges = {first, last, *range(self.first_page, last, self.segment_pages)}
+        edges = {first, last, *range(self.first_page[layer], last, self.segment_pages)}
         return [(layer, a, b) for a, b in pairwise(sorted(e for e in edges if first <= e <= last))]
 
-    def _touched(self, pages: _LayerPages, first: int, last: int) -> list[tuple[int, int]]:
+    def _touched(self, layer: int, first: int, last: int) -> list[tuple[int, int]]:
         """Runs of pages in [first, last) that hold gradients."""
-        runs = []
-        at, end = first - self.first_page, last - self.first_page
-        while (a := pages.touched.find(1, at, end)) >= 0:
-            b = pages.touched.find(0, a, end)
+        runs, touched, base = [], self._layers[layer].touched, self.first_page[layer]
+        at, end = first - base, last - base
+        while (a := touched.find(1, at, end)) >= 0:
+            b = touched.find(0, a, end)
             at = end if b < 0 else b
-            runs.append((a + self.first_page, at + self.first_page))
+            runs.append((a + base, at + base))
         return runs
 
     def _written(self, pages: _LayerPages, first: int, last: int) -> list[Mark]:
@@ -461,18 +476,18 @@ class HostTier:
     def _new_pair(self, shape: tuple[int, ...], dtype: torch.dtype) -> Pair:
         return self.lanes.empty(shape, dtype), self.lanes.empty(shape, dtype)
 
-    def _tokens(self, rows: Tensor, start: int, stop: int) -> Tensor:
+    def _tokens(self, layer: int, rows: Tensor, start: int, stop: int) -> Tensor:
         """The tokens [start, stop) in host pages: a view [B, stop - start, G, D]."""
-        flat = rows.view(self.batch, self.pages * self.page_tokens, *rows.shape[2:])
-        base = self.first_page * self.page_tokens
+        flat = rows.view(self.batch, self.pages[layer] * self.page_tokens, *rows.shape[2:])
+        base = self.first_page[layer] * self.page_tokens
         return flat[:, start - base : stop - base]
 
-    def _moves(self, device: Pair, device_first: int, host: Pair, first: int, last: int) -> Moves:
+    def _moves(self, layer: int, device: Pair, device_first: int, host: Pair, first: int, last: int) -> Moves:
         """(device, host): contiguous runs of the pages [first, last), one for each tensor and sequence."""
         moves = []
         for staged, rows in zip(device, host, strict=True):
             near = staged.view(self.batch, -1, *staged.shape[1:])[:, first - device_first : last - device_first]
-            far = rows.view(self.batch, self.pages, *rows.shape[1:])
-            far = far[:, first - self.first_page : last - self.first_page]
+            far = rows.view(self.batch, self.pages[layer], *rows.shape[1:])
+            far = far[:, first - self.first_page[layer] : last - self.first_page[layer]]
             moves += [(near[b], far[b]) for b in range(self.batch)]
         return moves

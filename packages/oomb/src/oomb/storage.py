@@ -1,14 +1,14 @@
 """Where one loss's past lives: pages on the device up to a budget, the rest in host memory (host_tier.py).
 
-Logical page p of sequence b is slot `b * pages + p - first_page` of its tier: a training pass knows its length, so no
-table is needed.
+A layer with a window stores of each chunk only the pages that a later chunk can reach, and numbers them as they are
+stored. Page number p of sequence b is slot `b * pages + p - first_page` of its tier: a training pass knows its length,
+so no table is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,46 +23,92 @@ from .probe import LayerFacts
 EDGE_TOKENS = 64  # of a block in host memory, so many at either end are compared with what the walk recomputes
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Which pages of a layer are stored: those that a chunk reads which is not their own.
+
+    runs: ascending, apart from each other, stored one behind the other. Units: window in tokens, None: no window
+    """
+
+    window: int | None
+    page_tokens: int
+    runs: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(window: int | None, bounds: Sequence[tuple[int, int]], page_tokens: int) -> Stored:
+        runs: list[tuple[int, int]] = []
+        for start, _ in bounds[1:]:
+            if window == 1:  # nobody looks back
+                break
+            first = 0 if window is None else max(start - window + 1, 0) // page_tokens
+            if runs and first <= runs[-1][1]:
+                first = runs.pop()[0]
+            runs.append((first, -(-start // page_tokens)))
+        return Stored(window, page_tokens, tuple(runs))
+
+    @property
+    def pages(self) -> int:
+        return sum(last - first for first, last in self.runs)
+
+    def shift(self, page: int) -> int:
+        """What makes the number of a stored page the sequence's."""
+        gap = end = 0
+        for first, last in self.runs:
+            gap, end = gap + first - end, last
+            if page < last:
+                break
+        return gap
+
+    def span(self, start: int, stop: int) -> tuple[int, int]:
+        """Where what is stored of a chunk [start, stop) begins, as numbered here, and how many tokens come before."""
+        if self.window is None:
+            return start, 0
+        if self.window == 1:
+            return 0, stop - start
+        first = max(start, max(stop - self.window + 1, 0) // self.page_tokens * self.page_tokens)
+        return first - self.shift(first // self.page_tokens) * self.page_tokens, first - start
+
+
 @dataclass
 class DevicePages:
-    """Pages [0, pages) of every layer and sequence, KV and gradients, in the device's memory.
+    """Pages [0, pages) of each layer, of every sequence, KV and gradients, in the device's memory.
 
     Shapes: [B * pages, P, G, D] each
     """
 
-    pages: int
+    pages: dict[int, int]
     page_tokens: int
     batch: int
     lanes: Lanes
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     grads: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    slots: dict[int, Tensor] = field(default_factory=dict)
 
-    @property
-    def last_token(self) -> int:
-        return self.pages * self.page_tokens
+    def last_token(self, layer: int) -> int:
+        return self.pages[layer] * self.page_tokens
 
-    @cached_property
-    def slots(self) -> Tensor:
-        slots = torch.arange(self.batch * self.pages, dtype=torch.int32, device=self.lanes.device)
-        return slots.view(self.batch, self.pages)
-
-    def allocate(self, facts: LayerFacts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        shape = (self.batch * self.pages, self.page_tokens, facts.kv_heads, facts.head_dim)
+    def allocate(self, layer: int, facts: LayerFacts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        shape = (self.batch * self.pages[layer], self.page_tokens, facts.kv_heads, facts.head_dim)
         return self.lanes.empty(shape, dtype), self.lanes.empty(shape, dtype)
 
     def tokens(self, pages: Tensor, start: int, stop: int) -> Tensor:
         """Those of the tokens [start, stop) that lie here: a view [B, tokens, G, D]."""
-        rows = pages.view(self.batch, self.last_token, *pages.shape[2:])
-        return rows[:, start : min(stop, self.last_token)]
+        rows = pages.unflatten(0, (self.batch, -1)).flatten(1, 2)
+        return rows[:, start:stop]
 
-    def segment(self, layer: int, phase: str, first: int, last: int) -> Segment:
-        slots = self.slots[:, first:last]
-        runs = tuple(b * self.pages + first for b in range(self.batch))
+    def segment(self, layer: int, phase: str, first: int, last: int, shift: int) -> Segment:
+        """The pages [first, last), which are `shift` pages further on in the sequence."""
+        pages = self.pages[layer]
+        if pages not in self.slots:
+            slots = torch.arange(self.batch * pages, dtype=torch.int32, device=self.lanes.device)
+            self.slots[pages] = slots.view(self.batch, pages)
+        slots = self.slots[pages][:, first:last]
+        runs = tuple(b * pages + first for b in range(self.batch))
         k, v = self.kv[layer]
         if phase == "forward":
-            return Segment(first, k, v, slots, runs, None, None, None, None)
+            return Segment(first + shift, k, v, slots, runs, None, None, None, None)
         dk, dv = self.grads[layer]
-        return Segment(first, k, v, slots, runs, dk, dv, slots, runs)
+        return Segment(first + shift, k, v, slots, runs, dk, dv, slots, runs)
 
 
 @dataclass(frozen=True)
@@ -136,14 +182,16 @@ class TieredPast:
         self.phase = ""
         self.recomputed: dict[int, tuple[int, tuple[Tensor, Tensor]]] = {}
         self.mismatch: dict[int, Tensor] = {}
-        self.near = DevicePages(budget.device_pages, page_tokens, batch, self.lanes)
+        self.stored = {i: Stored.of(facts.window, bounds, page_tokens) for i, facts in layers.items()}
+        near = {i: min(budget.device_pages, stored.pages) for i, stored in self.stored.items()}
+        self.near = DevicePages(near, page_tokens, batch, self.lanes)
         self.far: HostTier | None = None
         if budget.host_pages:
             assert lease.arena is not None
             self.far = HostTier(
                 layers,
-                first_page=budget.device_pages,
-                pages=budget.host_pages,
+                first_page=near,
+                pages={i: stored.pages - near[i] for i, stored in self.stored.items()},
                 page_tokens=page_tokens,
                 batch=batch,
                 grad_dtype=grad_dtype,
@@ -159,7 +207,8 @@ class TieredPast:
         self.start, self.stop = self.bounds[index]
         fresh, self.phase = phase != self.phase, phase
         if self.far is not None:
-            self.far.open(index, self.start, self.stop, fresh=fresh)
+            spans = {layer: self._span(layer)[:2] for layer in self.layers}
+            self.far.open(index, -(-self.start // self.page_tokens), spans, fresh=fresh)
 
     def close(self, index: int, phase: str) -> None:
         self._compare_far()
@@ -187,39 +236,43 @@ class TieredPast:
         return (self.start,) * self.batch
 
     def segments(self, layer: int, phase: str, first_page: int = 0) -> Iterator[Segment]:
-        last = -(-self.start // self.page_tokens)
-        near_last = min(last, self.near.pages)
-        far_first = max(first_page, self.near.pages)
-        far = self.far.stream(layer, phase, far_first, last) if self.far is not None else iter(())
-        if first_page < near_last:
+        shift = self.stored[layer].shift(first_page)
+        first, last, near = first_page - shift, -(-self.start // self.page_tokens) - shift, self.near.pages[layer]
+        far: Iterator[Segment] = iter(())
+        if self.far is not None:
+            far = self.far.stream(layer, phase, max(first, near), last, shift)
+        if first < min(last, near):
             if phase == "backward" and layer not in self.near.grads:
-                grads = self.near.grads[layer] = self.near.allocate(self.layers[layer], self.grad_dtype)
+                grads = self.near.grads[layer] = self.near.allocate(layer, self.layers[layer], self.grad_dtype)
                 self.lanes.run("compute", lambda: [rows.zero_() for rows in grads])
-            yield self.near.segment(layer, phase, first_page, near_last)
+            yield self.near.segment(layer, phase, first, min(last, near), shift)
         yield from far
 
     def own_grad(self, layer: int) -> tuple[Tensor, Tensor] | None:
         if self.stop == self.bounds[-1][1]:
             return None  # no later chunk read the last one
+        start, stop, skipped = self._span(layer)
+        edge = self.near.last_token(layer)
         far = self.far.own_grad(layer) if self.far is not None else None
-        near = self.near.grads.get(layer) if self.start < self.near.last_token else None
+        near = self.near.grads.get(layer) if start < edge else None
         if far is not None:
             self.lanes.hold("compute", far[1])
-            if self.start >= self.near.last_token:
+            if start >= edge and not skipped:
                 return far[0]
         if near is None and far is None:
             return None
-        facts, cut = self.layers[layer], min(self.stop, self.near.last_token) - self.start
+        facts, cut = self.layers[layer], skipped + max(min(stop, edge) - start, 0)
         shape = (self.batch, self.stop - self.start, facts.kv_heads, facts.head_dim)
         dk, dv = (self.lanes.empty(shape, self.grad_dtype) for _ in range(2))
 
         # a part that no later chunk read (out of every window) has no gradient
-        here = [None, None] if near is None else [self.near.tokens(rows, self.start, self.stop) for rows in near]
+        here = [None, None] if near is None else [self.near.tokens(rows, start, stop) for rows in near]
         there = (None, None) if far is None else far[0]
 
         def join() -> None:
             for whole, first, rest in zip((dk, dv), here, there, strict=True):
-                whole[:, :cut] = 0.0 if first is None else first
+                whole[:, :skipped] = 0.0
+                whole[:, skipped:cut] = 0.0 if first is None else first
                 whole[:, cut:] = 0.0 if rest is None else rest
 
         self.lanes.run("compute", join)
@@ -228,17 +281,24 @@ class TieredPast:
     # what the hook does
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write the open chunk's keys and values, unless nobody will read them (the last chunk's)."""
+        """Write the open chunk's keys and values, as far as a later chunk reads them (none of the last chunk's)."""
         if self.stop == self.bounds[-1][1]:
             return
-        if self.start < self.near.last_token:
+        start, stop, skipped = self._span(layer)
+        k, v = k[:, skipped:], v[:, skipped:]
+        if start < self.near.last_token(layer):
             if layer not in self.near.kv:
-                self.near.kv[layer] = self.near.allocate(self.layers[layer], self.layers[layer].dtype)
-            into = [self.near.tokens(rows, self.start, self.stop) for rows in self.near.kv[layer]]
+                self.near.kv[layer] = self.near.allocate(layer, self.layers[layer], self.layers[layer].dtype)
+            into = [self.near.tokens(rows, start, stop) for rows in self.near.kv[layer]]
             moves = [(rows, new[:, : rows.shape[1]]) for rows, new in zip(into, (k, v), strict=True)]
             self.lanes.run("compute", lambda: [rows.copy_(new) for rows, new in moves])
         if self.far is not None:
-            self.far.append(layer, k, v, self.start)
+            self.far.append(layer, k, v, start)
+
+    def _span(self, layer: int) -> tuple[int, int, int]:
+        """The tokens that the layer stores of the open chunk, as it numbers them, and how many come before them."""
+        start, skipped = self.stored[layer].span(self.start, self.stop)
+        return start, start + self.stop - self.start - skipped, skipped
 
     def compare(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Note how far recomputed keys and values are from the stored ones; the walk's end reads it, all at once.
@@ -247,13 +307,15 @@ class TieredPast:
         """
         if not self.check or self.stop == self.bounds[-1][1]:
             return
-        near = min(max(self.near.last_token - self.start, 0), self.stop - self.start)
+        start, stop, skipped = self._span(layer)
+        k, v = k[:, skipped:], v[:, skipped:]
+        near = min(max(self.near.last_token(layer) - start, 0), stop - start)
         if near:
-            stored = (self.near.tokens(rows, self.start, self.stop) for rows in self.near.kv[layer])
+            stored = (self.near.tokens(rows, start, stop) for rows in self.near.kv[layer])
             self._note(layer, stored, (k[:, :near], v[:, :near]))
-        if near < self.stop - self.start:
+        if near < stop - start:
             self.recomputed[layer] = (
-                near,
+                start + near,
                 tuple(
                     torch.cat([x[:, near:][:, :EDGE_TOKENS], x[:, near:][:, -EDGE_TOKENS:]], 1).detach() for x in (k, v)
                 ),
@@ -261,9 +323,9 @@ class TieredPast:
 
     def _compare_far(self) -> None:
         recomputed, self.recomputed = self.recomputed, {}
-        for layer, (near, pair) in recomputed.items():
+        for layer, (first, pair) in recomputed.items():
             assert self.far is not None
-            first, last = self.start + near, self.stop
+            last = self._span(layer)[1]
             edges = ((first, min(first + EDGE_TOKENS, last)), (max(last - EDGE_TOKENS, first), last))
             fetched = [self.far.stored(layer, *edge) for edge in edges]
             self.lanes.hold("compute", *(mark for _, mark in fetched))
