@@ -67,7 +67,7 @@ class Losses(TrainerCallback):
         return [logs[key] for logs in self.logged if key in logs]
 
 
-def run(kind: type[Trainer], trained, output: Path, data=None, *, settings=None, **more: Any):
+def run(kind: type[Trainer], trained, output: Path, data=None, *, settings=None, resume=None, **more: Any):
     """Train a copy of the model. Returns: the trainer, what was logged"""
     losses = Losses()
     if issubclass(kind, OombTrainer):
@@ -76,5 +76,5 @@ def run(kind: type[Trainer], trained, output: Path, data=None, *, settings=None,
         model=copy.deepcopy(trained), args=arguments(output, **(settings or {})), callbacks=[losses],
         train_dataset=rows(8) if data is None else data, data_collator=collate, **more,
     )  # fmt: skip
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer, losses

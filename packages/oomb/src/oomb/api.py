@@ -21,7 +21,7 @@ from .loss import TokenLoss, cross_entropy
 from .main_grads import main_grads
 from .memory import Machine
 from .moe import Balance
-from .placement import place
+from .placement import chunk_length, place
 from .probe import Profile, learned_positions, probe, refuse_dropout, structure
 from .replay import Replay
 from .rope import HeldRope
@@ -172,7 +172,6 @@ def _prepare(
         )
     refuse_dropout(parts.causal)
     profile = _profile(parts, batch.tokens)
-    chunks = batch.cut(config.chunk_length(parts.device))
     if profile.router is not None and torch.is_grad_enabled() and reentrant_checkpointing(parts.decoder):
         raise Unsupported(
             "reentrant activation checkpointing hides the router's logits from the load-balancing loss: enable "
@@ -180,7 +179,10 @@ def _prepare(
         )
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     training = records and any(p.requires_grad for p in parts.causal.parameters())
-    past, context = _storage(parts, profile, batch, chunks, config, training=training)
+    machine = Machine.now(parts.device)
+    rows, tokens = batch.ids.shape
+    chunks = batch.cut(chunk_length(config, parts, profile, tokens, batch=rows, train=training, machine=machine))
+    past, context = _storage(parts, profile, batch, chunks, config, training=training, machine=machine)
     rope = HeldRope(parts.decoder, last_position)
     held = Held.of(parts.causal)
     token_loss = loss_fn or cross_entropy
@@ -202,7 +204,14 @@ def _profile(parts: Parts, tokens: int) -> Profile:
 
 
 def _storage(
-    parts: Parts, profile: Profile, batch: Batch, chunks: Chunks, config: ChunkConfig, *, training: bool
+    parts: Parts,
+    profile: Profile,
+    batch: Batch,
+    chunks: Chunks,
+    config: ChunkConfig,
+    *,
+    training: bool,
+    machine: Machine,
 ) -> tuple[TieredPast, PassContext]:
     """Decide what lives where, then take the memory."""
     bounds = [chunks.bounds(i) for i in range(len(chunks))]
@@ -215,7 +224,7 @@ def _storage(
         batch=rows,
         chunk_tokens=chunks.chunk_tokens,
         train=training,
-        machine=Machine.now(parts.device),
+        machine=machine,
     )
     lease = HostLease(placed.host_bytes, parts.device)
     selection = Selection(config, -(-bounds[-1][1] // config.page_tokens), profile.layers, lease.lanes)

@@ -78,7 +78,7 @@ class ChunkConfig:
             )
 
     def chunk_length(self, device: torch.device) -> int:
-        """Tokens a chunk on this device, with "auto" resolved."""
+        """Tokens a chunk on this device, with "auto" resolved; a step takes fewer where memory is short (placement)."""
         if self.chunk_tokens != "auto":
             return self.chunk_tokens
         tokens = AUTO_CHUNK_TOKENS.get(device.type, AUTO_CHUNK_TOKENS["cpu"])

@@ -1,76 +1,146 @@
-"""How long a step still takes: a chunk costs more the further back it looks, and the walk more than the fill."""
+"""How long a step takes, or still takes: a chunk costs more the further back it looks, the walk more than the fill.
+
+One model of the work serves the plan of a step (`chunk_passes`, and speeds that were measured or stated) and the bar of
+a running one (`passes`, and speeds learnt from the passes that are done).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-WALK_LINEAR, WALK_ATTENTION = 3.0, 3.5  # of a forward pass: recomputed forward and backward
+BACKWARD_ATTENTION = 2.5  # of a forward pass: five products instead of two
 PRIOR = 0.01  # weight of "linear and attention run at one speed" against what was measured
+
+
+class Pass(NamedTuple):
+    """Floating-point operations of one pass over one chunk, or seconds for each, by kind."""
+
+    linear: float = 0.0  # matrix products of the layers, forward
+    linear_back: float = 0.0
+    attention: float = 0.0
+    attention_back: float = 0.0
+    head: float = 0.0  # the head and its loss, both ways
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Chunks whose outputs of attention and of layers the walk finds, and whether layers are walked back one by one."""
+
+    attention: range = range(0)
+    layers: range | None = None  # None: of all
+    layer_by_layer: bool = True
 
 
 @dataclass(frozen=True)
 class ModelWork:
     """Floating-point operations of one forward pass.
 
-    Units:  linear in FLOP a token; attention in FLOP a query-key pair, over all layers
+    Units:  linear in FLOP a token, head those of it that the head takes, entry what projects one layer's queries, keys
+            and values; attention in FLOP a query-key pair, of a layer; learned: share of `linear` whose weights learn
     windows: for each layer, how many tokens it looks back at most; None for all
     """
 
     linear: float
     attention: float
     windows: tuple[int | None, ...]
+    head: float = 0.0
+    entry: float = 0.0
+    learned: float = 1.0
 
     @staticmethod
     def of(model: Any, pages_tokens: int | None = None) -> ModelWork:
-        """Read off a model. pages_tokens: what sparse attention reads at most, in layers without a window"""
+        """Of a Hugging Face model, parameters on the meta device included.
+
+        pages_tokens: how many tokens sparse layers read at most; None for dense attention
+        """
         config = model.config.get_text_config()
         layers, heads = config.num_hidden_layers, config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        parameters = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-        embeddings = model.get_input_embeddings().weight
-        head = model.get_output_embeddings()
-        if head is not None and getattr(head, "weight", None) is not embeddings:
-            parameters -= embeddings.numel()  # looked up, not multiplied
+        groups = getattr(config, "num_key_value_heads", None) or heads
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-        if experts:
-            routed = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-            parameters -= routed * (1 - config.num_experts_per_tok / experts)
+        share = config.num_experts_per_tok / experts if experts else 1.0
+        embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings()
+        weight = None if output is None else getattr(output, "weight", None)
+        looked_up = set() if weight is embeddings else {id(embeddings)}  # not multiplied
+        sizes = [
+            (p.numel() * (share if ".experts." in name else 1.0), p.requires_grad)
+            for name, p in model.named_parameters()
+            if p.ndim > 1 and id(p) not in looked_up
+        ]
+        parameters = sum(size for size, _ in sizes)
+        learned = sum(size for size, learns in sizes if learns) / max(parameters, 1.0)
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
         window = getattr(config, "sliding_window", None)
         windows = tuple(window if kind == "sliding_attention" else pages_tokens for kind in kinds)
-        return ModelWork(2.0 * parameters, 4.0 * heads * head_dim, windows)
+        head = 0.0 if weight is None else 2.0 * weight.numel()
+        entry = 2.0 * config.hidden_size * (heads + 2 * groups) * head_dim
+        return ModelWork(2.0 * parameters, 4.0 * heads * head_dim, windows, head, entry, learned)
 
     def pairs(self, start: int, stop: int) -> float:
         """Query-key pairs of the tokens [start, stop), over all layers."""
-
-        def seen(limit: int | None) -> float:
-            if limit is None or stop <= limit:
-                return (start + stop + 1) / 2 * (stop - start)
-            if start >= limit:
-                return float(limit * (stop - start))
-            return (start + limit + 1) / 2 * (limit - start) + limit * (stop - limit)
-
-        return sum(seen(limit) for limit in self.windows)
+        return sum(_seen(limit, start, stop) for limit in self.windows)
 
     def forward(self, tokens: int) -> float:
         """FLOP of one forward pass over a sequence, for reckoning utilization: three of them are a step."""
         return self.linear * tokens + self.attention * self.pairs(0, tokens)
 
 
-def passes(work: ModelWork, tokens: int, total: int) -> list[tuple[float, float]]:
-    """Linear and attention FLOP of each chunk pass, in the order in which they run.
+def _seen(limit: int | None, start: int, stop: int) -> float:
+    if limit is None or stop <= limit:
+        return (start + stop + 1) / 2 * (stop - start)
+    if start >= limit:
+        return float(limit * (stop - start))
+    return (start + limit + 1) / 2 * (limit - start) + limit * (stop - limit)
 
-    total: 2 n - 1 for a training step of n chunks (the last runs once), n for an evaluation
+
+def chunk_passes(work: ModelWork, bounds: Sequence[tuple[int, int]], kept: Kept) -> tuple[list[Pass], list[Pass]]:
+    """FLOP of each chunk of one training step: in the fill, which the last chunk has no part in, and in the walk.
+
+    The fill leaves out the head, and of the last layer what follows its keys and values. Layers that are walked back
+    one by one run again from stored outputs, the last layer only once; where none are stored a forward comes before.
     """
-    chunks = (total + 1) // 2 if total % 2 else total
+    count, last = len(work.windows), len(bounds) - 1
+    layers, fill, walk = work.linear - work.head, [], []
+    for i, (start, stop) in enumerate(bounds):
+        tokens = stop - start
+        linear, end = layers * tokens, layers * tokens / count  # of all layers, of the last one
+        attention = work.attention * work.pairs(start, stop)
+        attention_end = work.attention * _seen(work.windows[-1], start, stop)
+        if i < last:
+            fill.append(Pass(linear - end + work.entry * tokens, attention=attention - attention_end))
+        found = i in kept.attention
+        if kept.layer_by_layer:
+            before = i == last or (kept.layers is not None and i not in kept.layers)
+            again = (1 if i == last else 0) if found else 1 + before
+            forward = (linear - end) * (1 + before) + end
+            forward_attention = (attention - attention_end) * again + attention_end
+        else:
+            forward, forward_attention = linear, attention * (not found)
+        walk.append(
+            Pass(
+                forward,
+                linear * (1 + work.learned),
+                forward_attention,
+                attention * BACKWARD_ATTENTION,
+                work.head * tokens * (3 + work.learned),
+            )
+        )
+    return fill, walk
+
+
+def passes(work: ModelWork, tokens: int, total: int, kept: Kept | None = None) -> list[tuple[float, float]]:
+    """Linear and attention FLOP of each chunk pass of a training step, in the order in which they run.
+
+    total: 2 n - 1 for n chunks (the last runs once)
+    """
+    chunks = (total + 1) // 2
     length = math.ceil(tokens / chunks)
     bounds = [(i * length, min((i + 1) * length, tokens)) for i in range(chunks)]
-    forward = [(work.linear * (b - a), work.attention * work.pairs(a, b)) for a, b in bounds]
-    walk = [(WALK_LINEAR * linear, WALK_ATTENTION * attention) for linear, attention in reversed(forward)]
-    return forward[:-1] + walk
+    fill, walk = chunk_passes(work, bounds, kept or Kept())
+    return [(p.linear + p.linear_back + p.head, p.attention + p.attention_back) for p in [*fill, *reversed(walk)]]
 
 
 class StepClock:

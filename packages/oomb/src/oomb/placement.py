@@ -11,25 +11,65 @@ from torch import nn
 from .config import ChunkConfig
 from .hf import Parts
 from .keep import Keep, KeepCosts, plan_keep
-from .memory import Machine, replays, rooms, working_bytes
+from .memory import Machine, Rooms, replays, rooms, working_bytes
 from .probe import Profile
 from .storage import Budget, divide, one_page_bytes
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One step's decisions. layered: layers are walked back one at a time; working: bytes a step takes, by part."""
+    """One step's decisions. layered: layers are walked back one at a time; working: bytes a step takes, by part; room:
+    the budgets that were resolved; kept_bytes: what is kept on the device at the step's peak.
+    """
 
     budget: Budget
+    room: Rooms
     page_bytes: int
     keep: Keep
     grad_dtype: torch.dtype
     layered: bool
     working: dict[str, int]
+    kept_bytes: int
 
     @property
     def host_bytes(self) -> int:
         return self.budget.host_bytes + self.keep.host_bytes
+
+
+LEAST_CHUNK = 1024  # of those that "auto" chooses on a device of its own memory
+
+
+def chunk_length(
+    config: ChunkConfig, parts: Parts, profile: Profile, tokens: int, *, batch: int, train: bool, machine: Machine
+) -> int:
+    """Tokens a chunk. "auto" is the device's usual length, halved until what a step takes beside its past fits."""
+    device = torch.device("cpu" if machine.device_free is None else "cuda")
+    length = config.chunk_length(device)
+    if config.chunk_tokens != "auto" or machine.device_free is None:
+        return length
+    while (
+        length > LEAST_CHUNK
+        and _working(config, parts, profile, tokens, min(length, tokens), batch, train) > machine.room()
+    ):
+        length //= 2
+    page = config.page_tokens if config.attention == "sparse" else 1
+    return max(length // page, 1) * page
+
+
+def _working(
+    config: ChunkConfig, parts: Parts, profile: Profile, tokens: int, chunk_tokens: int, batch: int, train: bool
+) -> int:
+    layered = is_layered(config, parts, profile, train=train)
+    taken = working_bytes(
+        config, parts, profile, length=tokens, chunk_tokens=chunk_tokens, batch=batch, train=train, layered=layered,
+        gpu=True,
+    )  # fmt: skip
+    return sum(taken.values())
+
+
+def is_layered(config: ChunkConfig, parts: Parts, profile: Profile, *, train: bool) -> bool:
+    """Whether layers are walked back one at a time."""
+    return train and replays(config, profile) and not isinstance(parts.given, nn.parallel.DistributedDataParallel)
 
 
 def place(
@@ -52,25 +92,41 @@ def place(
     grad_dtype = config.grad_page_dtype or wide
     pages = -(-bounds[-1][0] // config.page_tokens)
     page_bytes = one_page_bytes(profile.layers, config.page_tokens, batch, grad_dtype if train else None)
-    layered = train and replays(config, profile) and not isinstance(parts.given, nn.parallel.DistributedDataParallel)
+    layered = is_layered(config, parts, profile, train=train)
     working = working_bytes(
-        config, parts, profile, chunk_tokens=min(chunk_tokens, bounds[-1][1]), batch=batch, train=train, layered=layered
-    )
+        config, parts, profile, length=bounds[-1][1], chunk_tokens=min(chunk_tokens, bounds[-1][1]), batch=batch,
+        train=train, layered=layered, gpu=machine.device_free is not None,
+    )  # fmt: skip
     room = rooms(config, machine, working=sum(working.values()), page_bytes=pages * page_bytes)
     budget = divide(pages, page_bytes, len(profile.layers), device_budget=room.device_pages, host_budget=room.host)
-    costs = _costs(parts, profile, batch, layered=layered)
+    costs = keep_costs(parts, profile, batch, layered=layered)
     host_left = max(room.host - budget.host_bytes, 0)
     keep = plan_keep(costs, bounds, device_bytes=room.device_kept, host_bytes=host_left)
     if not train:
         keep = replace(keep, attention=range(0), layers=range(0), device_bytes=0, host_bytes=0)
     if not budget.host_pages:
         working["segments"] = 0
-    if len(bounds) - 1 in keep.layers and not keep.host_bytes:
-        working["layer outputs"] = 0  # counted with what is kept
-    return Placement(budget, page_bytes, keep, grad_dtype, layered, working)
+    kept = _kept_at_the_peak(keep, costs, bounds, working["gradients"] + budget.device_pages * page_bytes // 2)
+    outputs = 0 if len(keep.layers) == len(bounds) else working["layer outputs"]
+    working["layer outputs"] = max(outputs - kept, 0)  # of chunks that had none kept, when what others had is gone
+    return Placement(budget, room, page_bytes, keep, grad_dtype, layered, working, kept)
 
 
-def _costs(parts: Parts, profile: Profile, batch: int, *, layered: bool) -> KeepCosts:
+def _kept_at_the_peak(keep: Keep, costs: KeepCosts, bounds: Sequence[tuple[int, int]], grads: int) -> int:
+    """Bytes of what is kept on the device once all gradients are there: the last chunk is then done.
+
+    grads: of parameters and pages, which are not there before
+    """
+    last = len(bounds) - 1
+    if last == 0 or keep.host_bytes:
+        return keep.device_bytes
+    length = bounds[last][1] - bounds[last][0]
+    held = [kind for kind, chunks in (("attention", keep.attention), ("layers", keep.layers)) if last in chunks]
+    return keep.device_bytes - min(sum(sum(costs.items(kind, length)) for kind in held), grads)
+
+
+def keep_costs(parts: Parts, profile: Profile, batch: int, *, layered: bool) -> KeepCosts:
+    """What may be kept of a chunk, and its sizes."""
     facts = list(profile.layers.values())
     if not layered:
         return KeepCosts(facts, None, 0, batch)

@@ -1,47 +1,75 @@
-"""How much memory a step will take, on the device and on the host, told from a model's config alone."""
+"""What a step will take, in memory and in time, told from a model's config alone."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from offload import HostOutOfMemory
 
 from .config import ChunkConfig
-from .hf import take_apart
-from .memory import Machine
-from .placement import Placement, place
-from .probe import outline
+from .eta import Kept, ModelWork
+from .hf import Parts, take_apart
+from .memory import HOST_SHARE, Machine, Rooms, layer_bytes, process_bytes, rooms
+from .placement import LEAST_CHUNK, Placement, chunk_length, keep_costs, place
+from .probe import Profile, learned_positions, outline
+from .quiet import quiet
+from .rates import Rates, Speeds, stated_speeds
+from .traffic import chunk_moves, kept_of, step_seconds
+
+SMALL_STATES = 2.03  # bytes a parameter of an 8-bit AdamW
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes by part. `obstacle`: why it does not fit and what would make it fit, or None; the parts are then of no use.
+class StepPlan:
+    """What a step will take. Where there is an obstacle the parts and the seconds are of no use.
 
-    gpu: everything alive at the step's peak; host: the pinned arena. kept_attention, kept_layers: of so many chunks
+    gpu: bytes by part, everything alive at the step's peak, empty for a step on a CPU; host: the pinned arena, on a
+    CPU everything. kept_attention, kept_layers: of so many chunks. seconds: of a step, its optimizer included, or None
+    where no speeds are known. longest: tokens of the longest context that fits; page_bytes: of a page of all layers,
+    its gradients too. obstacle: why it does not fit, or None; remedies: what would make it fit
     """
 
     gpu: dict[str, int]
     host: dict[str, int]
+    tokens: int
     chunk_tokens: int
     chunks: int
-    kept_attention: int
-    kept_layers: int
-    layer_by_layer: bool
+    longest: int
+    page_bytes: int
+    kept_attention: int = 0
+    kept_layers: int = 0
+    kept: Kept = field(default_factory=Kept)
+    budgets: dict[str, int] = field(default_factory=dict)
+    seconds: float | None = None
     obstacle: str | None = None
+    remedies: tuple[str, ...] = ()
+
+    def follow(self, config: ChunkConfig) -> ChunkConfig:
+        """The config with everything "auto" replaced by what the plan decided."""
+        decided: dict[str, Any] = {"chunk_tokens": self.chunk_tokens} | self.budgets
+        return replace(config, **{name: value for name, value in decided.items() if getattr(config, name) == "auto"})
 
     def lines(self) -> list[str]:
         """The plan as a table."""
         rows = [f"{'chunks':28s} {self.chunks} of {self.chunk_tokens:,} tokens"]
-        rows.append(f"{'walk back':28s} {'layer by layer' if self.layer_by_layer else 'whole chunks'}")
+        rows.append(f"{'walk back':28s} {'layer by layer' if self.kept.layer_by_layer else 'whole chunks'}")
         if self.obstacle is not None:
-            return [*rows, f"{'does not fit':28s} {self.obstacle}"]
+            rows.append(f"{'does not fit':28s} {self.obstacle}")
+            return rows + [f"{'would fit':28s} {remedy}" for remedy in self.remedies]
         rows.append(f"{'attention kept of':28s} {self.kept_attention} chunks, layers of {self.kept_layers}")
         for where, parts in (("GPU", self.gpu), ("host", self.host)):
             rows += [f"{where + ', ' + name:28s} {size / 2**30:9.2f} GiB" for name, size in parts.items() if size]
-            rows.append(f"{where + ', in all':28s} {sum(parts.values()) / 2**30:9.2f} GiB")
+            if any(parts.values()):
+                rows.append(f"{where + ', in all':28s} {sum(parts.values()) / 2**30:9.2f} GiB")
+        if self.seconds is not None:
+            rows.append(f"{'a step':28s} {self.seconds:9.1f} s, {self.tokens / self.seconds:,.0f} tokens a second")
+        rows.append(f"{'longest context here':28s} {self.longest:,} tokens")
         return rows
 
 
@@ -52,62 +80,247 @@ def plan(
     config: ChunkConfig | None = None,
     batch: int = 1,
     dtype: torch.dtype = torch.bfloat16,
+    autocast: torch.dtype | None = None,
     optimizer_bytes: float = 0.0,
     adapters: bool = False,
+    adapter_rank: int = 16,
+    quantized: bool = False,
     gpu_bytes: int | None = None,
     host_bytes: int | None = None,
-) -> MemoryPlan:
-    """Will a training step of the whole model fit, and in how much memory?
+    device: torch.device | str | None = None,
+    speeds: Rates | Callable[[int], Speeds] | None = None,
+) -> StepPlan:
+    """Will a training step of the whole model fit, in how much memory, and how long will it take?
 
-    The budgets that are "auto" are resolved as a step on such a machine would resolve them; no weights are needed.
-    adapters: the base is frozen; the adapters' own bytes are not counted.
-    Units:  optimizer_bytes of state a parameter; gpu_bytes, host_bytes: memory of the machine (None: this one's)
+    What is "auto" is resolved as a step on such a machine would resolve it; no weights are needed.
+    autocast: what is computed in over wider weights. adapters: the base is frozen, LoRA of `adapter_rank` on every
+    linear layer learns; quantized: the base in 4 bits. device: "cpu" for a step there; default: a GPU of `gpu_bytes`,
+    or this machine's device. speeds: rates that are stated, or a function of the chunk's length that measures
+    (`calibration.calibrate`); None: no seconds
+    Units:  optimizer_bytes of state a parameter; gpu_bytes, host_bytes: memory of the machine (None: what is free here)
     Raises: ValueError for a length or a size that is not positive; Unsupported for a model that cannot be run in chunks
     """
     config = ChunkConfig() if config is None else config
-    for name, value in (("context_tokens", context_tokens), ("batch", batch)):
+    for name, value in (("context_tokens", context_tokens), ("batch", batch), ("adapter_rank", adapter_rank)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     for name, size in (("gpu_bytes", gpu_bytes), ("host_bytes", host_bytes)):
         if size is not None and size < 1:
             raise ValueError(f"{name} must be a positive number of bytes, got {size!r}")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
-    model.requires_grad_(not adapters)
-    parts = take_apart(model.train())
-    profile = outline(parts, context_tokens)
-    here = Machine.now(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    total = gpu_bytes or here.device_total
-    if not total:
+    if device is None:
+        device = "cuda" if gpu_bytes or torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and gpu_bytes is None and not torch.cuda.is_available():
         raise ValueError("there is no GPU here: say for how large a one to plan (gpu_bytes)")
-    count = sum(p.numel() for p in model.parameters())
-    fixed = {
-        "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
-        "optimizer": 0 if adapters else int(count * optimizer_bytes),
-    }
-    machine = Machine(total - sum(fixed.values()), total, host_bytes or here.host_free)
-    chunk = min(config.chunk_length(torch.device("cuda")), context_tokens)
-    bounds = [(i, min(i + chunk, context_tokens)) for i in range(0, context_tokens, chunk)]
-    try:
-        placed = place(config, parts, profile, bounds, batch=batch, chunk_tokens=chunk, train=True, machine=machine)
-    except HostOutOfMemory as error:
-        return MemoryPlan(fixed, {}, chunk, len(bounds), 0, 0, False, str(error))
-    return _told(placed, fixed, total, chunk, len(bounds))
+    here = Machine.now(device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu"))
+    if device.type == "cpu":
+        machine = Machine(None, 0, host_bytes or here.host_free)
+    else:
+        total = gpu_bytes or here.device_total
+        machine = Machine(total if gpu_bytes else here.device_free, total, host_bytes or here.host_free)
+    with torch.device("meta"), quiet():
+        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+    parts = take_apart(model.train())
+    profile = _under_autocast(outline(parts, context_tokens), autocast)
+    question = _Question(
+        parts,
+        profile,
+        machine,
+        config,
+        context_tokens,
+        batch,
+        autocast,
+        optimizer_bytes,
+        adapters,
+        adapter_rank,
+        quantized,
+    )
+    found = question.answer(speeds)
+    return found if found.obstacle is None else replace(found, remedies=tuple(_remedies(question, found)))
 
 
-def _told(placed: Placement, fixed: dict[str, int], total: int, chunk: int, chunks: int) -> MemoryPlan:
-    gpu = {
-        **fixed,
-        **placed.working,
-        "pages": placed.budget.device_pages * placed.page_bytes,
-        "kept": placed.keep.device_bytes,
-    }
-    host = {"pages": placed.budget.host_bytes, "kept": placed.keep.host_bytes}
-    obstacle = None
-    if sum(gpu.values()) > total:
-        obstacle = (
-            f"{sum(gpu.values()):,} bytes are needed on the GPU, it has {total:,}: smaller chunk_tokens, adapters, or "
-            "an optimizer with smaller states"
+def _under_autocast(profile: Profile, autocast: torch.dtype | None) -> Profile:
+    """Attention computes in the dtype of autocast; what layers hand on stays as wide as the weights."""
+    if autocast is None:
+        return profile
+    return replace(profile, layers={i: replace(facts, dtype=autocast) for i, facts in profile.layers.items()})
+
+
+@dataclass(frozen=True)
+class _Question:
+    parts: Parts
+    profile: Profile
+    machine: Machine  # before the model is there
+    config: ChunkConfig
+    tokens: int
+    batch: int
+    autocast: torch.dtype | None
+    optimizer_bytes: float
+    adapters: bool
+    adapter_rank: int
+    quantized: bool
+
+    def fixed(self) -> dict[str, int]:
+        """Bytes that are there between steps too."""
+        model = self.parts.causal
+        count = sum(p.numel() for p in model.parameters())
+        linear = [m for m in self.parts.decoder.modules() if isinstance(m, nn.Linear)]
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        if self.quantized:
+            packed = sum(m.weight.numel() for m in linear)
+            weights -= sum(m.weight.numel() * m.weight.element_size() for m in linear) - int(0.53 * packed)
+        if not self.adapters:
+            return {"weights": weights, "optimizer": int(count * self.optimizer_bytes)}
+        learning = self.learning()  # float32 weights and gradients, and states to match
+        return {"weights": weights, "adapters": int(learning * (8 + 2 * self.optimizer_bytes))}
+
+    def learning(self) -> int:
+        """Parameters that the optimizer updates."""
+        if not self.adapters:
+            return sum(p.numel() for p in self.parts.causal.parameters())
+        linear = [m for m in self.parts.decoder.modules() if isinstance(m, nn.Linear)]
+        return self.adapter_rank * sum(m.in_features + m.out_features for m in linear)
+
+    def left(self, fixed: int) -> Machine:
+        """The machine once the model is there."""
+        machine = self.machine
+        if machine.device_free is None:
+            host = machine.host_free
+            return replace(machine, host_free=None if host is None else max(host - fixed, 0))
+        return replace(machine, device_free=machine.device_free - fixed)
+
+    def answer(self, speeds: Rates | Callable[[int], Speeds] | None) -> StepPlan:
+        parts, profile, config, batch, tokens = self.parts, self.profile, self.config, self.batch, self.tokens
+        parts.causal.requires_grad_(not self.adapters)
+        fixed = self.fixed()
+        machine = self.left(sum(fixed.values()))
+        chunk = chunk_length(config, parts, profile, tokens, batch=batch, train=True, machine=machine)
+        chunk = min(chunk, tokens)
+        bounds = [(i, min(i + chunk, tokens)) for i in range(0, tokens, chunk)]
+
+        def placed_on(machine: Machine) -> Placement:
+            return place(config, parts, profile, bounds, batch=batch, chunk_tokens=chunk, train=True, machine=machine)
+
+        try:
+            placed, obstacle = placed_on(machine), None
+        except HostOutOfMemory as error:
+            obstacle = str(error)
+            placed = placed_on(replace(machine, device_free=machine.device_free and 1 << 60, host_free=1 << 60))
+        gpu, host = self._told(fixed, placed)
+        if obstacle is None:
+            obstacle = self._obstacle(gpu, host)
+        longest = self._longest(machine, sum(placed.working.values()), chunk, placed.page_bytes)
+        kept = kept_of(placed, len(bounds))
+        result = StepPlan(
+            gpu, host, batch * tokens, chunk, len(bounds), longest, placed.page_bytes,
+            len(placed.keep.attention), len(placed.keep.layers), kept, _budgets(placed.room), obstacle=obstacle,
+        )  # fmt: skip
+        if speeds is None or obstacle is not None:
+            return result
+        return replace(result, seconds=self._seconds(speeds, placed, bounds, chunk))
+
+    def _told(self, fixed: dict[str, int], placed: Placement) -> tuple[dict[str, int], dict[str, int]]:
+        pages, keep = placed.budget, placed.keep
+        near = {**fixed, **placed.working, "pages": pages.device_pages * placed.page_bytes, "kept": placed.kept_bytes}
+        near["update"] = self._update(near)
+        far = {"pages": pages.host_bytes, "kept": keep.host_bytes}
+        if self.machine.device_free is not None:
+            return near, far
+        both = {name: near.get(name, 0) + far.get(name, 0) for name in near}
+        return {}, {"process": process_bytes()} | both
+
+    def _update(self, near: dict[str, int]) -> int:
+        """What AdamW over all parameters at once (on a GPU) takes beyond what is there during the passes."""
+        if self.machine.device_free is None or not self.optimizer_bytes or self.adapters:
+            return 0
+        passing = sum(near.values()) - sum(near[name] for name in ("weights", "optimizer", "gradients"))
+        return max(near["weights"] - passing, 0)
+
+    def _obstacle(self, gpu: dict[str, int], host: dict[str, int]) -> str | None:
+        parts, where, room = gpu, "on the GPU, it has", self.machine.device_total
+        if self.machine.device_free is None:
+            if self.machine.host_free is None:
+                return None
+            parts, where = {k: v for k, v in host.items() if k != "process"}, "of memory, there are"
+            room = self.machine.host_free
+        need = sum(parts.values())
+        return None if need <= room else f"{need:,} bytes are needed {where} {room:,}"
+
+    def _longest(self, machine: Machine, working: int, chunk: int, page_bytes: int) -> int:
+        """Tokens whose past fits; the last chunk is nobody's."""
+        room = rooms(self.config, machine, working=working, page_bytes=1 << 60)
+        near = room.device_pages
+        if near is None:
+            near = rooms(replace(self.config, gpu_kv_budget_bytes=1), machine, working=working, page_bytes=1 << 60).host
+        if machine.device_free is not None and machine.room() < working:
+            return 0
+        pages = near // page_bytes + room.host // page_bytes
+        return min(pages * self.config.page_tokens + chunk, learned_positions(self.parts.decoder))
+
+    def _seconds(
+        self,
+        speeds: Rates | Callable[[int], Speeds],
+        placed: Placement,
+        bounds: list[tuple[int, int]],
+        chunk: int,
+    ) -> float:
+        c, facts = self.config, list(self.profile.layers.values())
+        read = (c.top_k_pages + c.recent_pages + c.sink_pages) * c.page_tokens if c.attention == "sparse" else None
+        work = ModelWork.of(self.parts.causal, read)
+        if isinstance(speeds, Rates):
+            each = layer_bytes(self.parts.decoder, self.profile)
+            head_dim = max(f.head_dim for f in facts)
+            found = stated_speeds(speeds, work, layer_bytes=each, head_dim=head_dim, sparse=read is not None)
+        else:
+            found = speeds(chunk)
+        costs = keep_costs(self.parts, self.profile, self.batch, layered=placed.layered)
+        moves = chunk_moves(c, self.profile, placed, costs, bounds)
+        return step_seconds(work, bounds, placed, moves, found, batch=self.batch, learning=self.learning())
+
+
+def _budgets(room: Rooms) -> dict[str, int]:
+    """What the plan decided, as settings; a budget of nothing is one byte there."""
+    budgets = {"gpu_keep_budget_bytes": room.device_kept, "host_budget_bytes": max(room.host, 1)}
+    if room.device_pages is not None:
+        budgets["gpu_kv_budget_bytes"] = max(room.device_pages, 1)
+    return budgets
+
+
+_Change = Callable[["_Question"], "_Question"]
+
+
+def _remedies(question: _Question, found: StepPlan) -> list[str]:
+    """Single changes that would make it fit, or else several together; more memory; a shorter context."""
+
+    def fits(*changes: _Change) -> bool:
+        changed = question
+        for change in changes:
+            changed = change(changed)
+        return changed.answer(None).obstacle is None
+
+    changes = dict(_changes(question))
+    fitting = [name for name, change in changes.items() if fits(change)]
+    if not fitting and len(changes) > 1 and fits(*changes.values()):
+        fitting = [", ".join(changes)]
+    if fits(lambda q: replace(q, machine=replace(q.machine, host_free=1 << 60))):
+        missing = -(-(question.tokens - found.longest) // question.config.page_tokens) * found.page_bytes
+        fitting.append(f"{-(-missing / HOST_SHARE // 2**30):,.0f} GiB more of host memory")
+    if found.longest > found.chunk_tokens:
+        fitting.append(f"a context of {found.longest:,} tokens")
+    question.parts.causal.requires_grad_(not question.adapters)
+    return fitting or ["nothing that is known here"]
+
+
+def _changes(question: _Question) -> Iterator[tuple[str, _Change]]:
+    config = question.config
+    if config.chunk_tokens != "auto" and config.chunk_tokens > LEAST_CHUNK:
+        yield "chunk_tokens: auto", lambda q: replace(q, config=replace(q.config, chunk_tokens="auto"))
+    if config.grad_page_dtype is None:
+        yield (
+            "grad_page_dtype: bfloat16",
+            lambda q: replace(q, config=replace(q.config, grad_page_dtype=torch.bfloat16)),
         )
-    keep = placed.keep
-    return MemoryPlan(gpu, host, chunk, chunks, len(keep.attention), len(keep.layers), placed.layered, obstacle)
+    if question.optimizer_bytes > SMALL_STATES and not question.adapters:
+        yield "optim: adamw_8bit", lambda q: replace(q, optimizer_bytes=SMALL_STATES)
+    if not question.adapters:
+        yield "adapter: lora", lambda q: replace(q, adapters=True)

@@ -1,0 +1,106 @@
+"""Budgets: what they add up to, on a device of its own memory and where there is one memory for everything."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.models import configs
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from oomb import ChunkConfig
+from oomb.hf import take_apart
+from oomb.memory import MARGIN, Machine, rooms, working_bytes
+from oomb.placement import chunk_length, place
+from oomb.probe import outline
+
+GIB = 2**30
+sizes = st.one_of(st.just("auto"), st.integers(1, 64 * GIB))
+
+
+def outlined(config=None):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config or configs()["qwen2"])
+    parts = take_apart(model.train())
+    return parts, outline(parts, 1000)
+
+
+@given(st.integers(0, 64 * GIB), st.integers(0, 16 * GIB), st.integers(0, 64 * GIB), sizes)
+def test_where_there_is_one_memory_the_budgets_share_it(free, working, pages, kv):
+    """An explicit budget for pages beside two that are auto once added up to 1.4 times what was free."""
+    config = ChunkConfig(gpu_kv_budget_bytes=kv)
+    found = rooms(config, Machine(None, 0, free), working=working, page_bytes=pages)
+    near = pages if found.device_pages is None else min(found.device_pages, pages)
+    taken = working + near + found.device_kept + found.host
+    assert taken <= max(free, working + near)  # what was asked for in bytes is taken as it is
+
+
+@given(st.integers(1 * GIB, 80 * GIB), st.integers(0, 8 * GIB), st.integers(0, 64 * GIB))
+def test_on_a_device_pages_and_what_is_kept_leave_a_margin(free, working, pages):
+    found = rooms(ChunkConfig(), Machine(free, 80 * GIB, GIB), working=working, page_bytes=pages)
+    taken = working + min(found.device_pages, pages) + found.device_kept
+    assert taken <= max(free - MARGIN * 80 * GIB, working)
+
+
+def test_chunks_get_shorter_until_what_a_step_takes_fits():
+    parts, profile = outlined(
+        Qwen2Config(
+            hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=8,
+            num_key_value_heads=2, vocab_size=32000,
+        )
+    )  # fmt: skip
+    ask = {"batch": 1, "train": True}
+
+    def needs(length):
+        taken = working_bytes(
+            ChunkConfig(),
+            parts,
+            profile,
+            length=65536,
+            chunk_tokens=length,
+            batch=1,
+            train=True,
+            layered=True,
+            gpu=True,
+        )
+        return sum(taken.values())
+
+    for length in (8192, 4096, 2048, 1024):
+        for free in (needs(length), needs(length) - 1):
+            machine = Machine(free + int(MARGIN * GIB) + 1, GIB, GIB)
+            found = chunk_length(ChunkConfig(), parts, profile, 65536, machine=machine, **ask)
+            assert found == (length if free == needs(length) else max(length // 2, 1024))
+    none = Machine(0, GIB, GIB)
+    assert chunk_length(ChunkConfig(chunk_tokens=5000), parts, profile, 65536, machine=none, **ask) == 5000
+    sparse = ChunkConfig(attention="sparse", page_tokens=96)
+    assert chunk_length(sparse, parts, profile, 65536, machine=none, **ask) == 960
+    assert chunk_length(ChunkConfig(), parts, profile, 65536, machine=Machine(None, 0, 1), **ask) == 1024
+
+
+def test_a_share_of_the_device_is_all_there_is(monkeypatch):
+    """Of a process that torch may not give more (set_per_process_memory_fraction)."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 8 * GIB)
+    for share, free, total in ((1.0, 73, 80), (0.25, 15, 20), (0.95, 71, 76)):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device, share=share: share)
+        found = Machine.now(torch.device("cuda"))
+        assert (found.device_free, found.device_total) == (free * GIB, total * GIB)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 9])
+def test_at_the_peak_the_last_chunk_is_done(chunks):
+    parts, profile = outlined()
+    bounds = [(i * 64, (i + 1) * 64) for i in range(chunks)]
+    config = ChunkConfig(chunk_tokens=64, page_tokens=32)
+    machine = Machine(GIB, GIB, GIB)
+    placed = place(config, parts, profile, bounds, batch=1, chunk_tokens=64, train=True, machine=machine)
+    assert len(placed.keep.layers) == chunks and placed.working["layer outputs"] == 0
+    share = placed.keep.device_bytes * (1 if chunks == 1 else chunks - 1) // chunks
+    assert placed.kept_bytes == share
+    less = dataclasses.replace(config, gpu_keep_budget_bytes=0, host_budget_bytes=1)
+    bare = place(less, parts, profile, bounds, batch=1, chunk_tokens=64, train=True, machine=machine)
+    assert bare.kept_bytes == 0 and bare.working["layer outputs"] > 0
