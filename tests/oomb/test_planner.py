@@ -82,3 +82,9 @@ def test_a_model_without_weights_cannot_be_run():
         model = kind(configs()["qwen2"])
     with pytest.raises(ValueError, match="no weights"):
         chunked_backward(model, torch.randint(VOCAB, (1, 20)))
+
+
+def test_frequencies_that_depend_on_positions_change_no_plan():
+    config = configs()["qwen3"]
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    assert plan(config, 100, gpu_bytes=GIB).gpu == plan(configs()["qwen3"], 100, gpu_bytes=GIB).gpu

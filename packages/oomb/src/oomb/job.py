@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 
+from oomb.calibration import calibrate
 from oomb.checkpoint import check_replaceable
 from oomb.config import ChunkConfig
 from oomb.data import Source, find_source
 from oomb.model_loading import load_config, load_model, load_tokenizer
+from oomb.planner import StepPlan, plan
+from oomb.rates import Rates, Speeds, read_rates
 from oomb.resume import checkpoints, find_checkpoint
 from oomb.sequences import Sequences, Stream, read_sequences
 from oomb.train_config import TrainConfig
 from oomb.trainer_checks import refuse_optimizer, require
 
 SETTINGS = "oomb_settings.yaml"  # in each checkpoint: the settings of the run it belongs to
+# bytes of state a parameter; other optimizers keep two numbers of the parameter's own type
+STATES = {"8bit": 2.03, "fp8": 2.03, "4bit": 1.06, "adafactor": 0.004, "sgd": 0.0}
 FINAL_LR = 0.1  # of the peak, at the end of the cosine
 # What may differ when a run goes on; anything else would make it another run. Of the chunks that is all that changes
 # memory and time only.
 OF_CHUNKS = {"attention", "top_k_pages", "recent_pages", "sink_pages", "first_sparse_layer", "select_per_head"}
 MAY_DIFFER = {
     "output", "device", "resume", "generate_tokens", "eval_data", "eval_steps", "eval_strategy", "eval_on_start",
-    "save_steps", "save_strategy", "save_total_limit", "report_to", "run_name",
+    "save_steps", "save_strategy", "save_total_limit", "report_to", "run_name", "rates", "gpu_memory_bytes",
+    "host_memory_bytes",
 } | {field.name for field in fields(ChunkConfig)} - OF_CHUNKS  # fmt: skip
 
 
@@ -44,6 +51,7 @@ class Job:
     held_out: Sequences | None
     device: torch.device
     resume_from: Path | None
+    plan: StepPlan
 
     @property
     def mixed(self) -> bool:
@@ -80,9 +88,42 @@ def prepare(config: TrainConfig) -> Job:
     held_out = None
     if held_out_source is not None:
         held_out = read_sequences(held_out_source, tokenizer, config, vocabulary, wanted=None)
+    found = plan_step(config, model_config, device, batch=arguments.per_device_train_batch_size)
     torch.manual_seed(config.seed)
     model = load_model(config, model_config, dtype, device)
-    return Job(config, arguments, model, tokenizer, data, held_out, device, resume_from)
+    return Job(config, arguments, model, tokenizer, data, held_out, device, resume_from, found)
+
+
+def plan_step(config: TrainConfig, model_config: PretrainedConfig, device: torch.device, *, batch: int = 1) -> StepPlan:
+    """What a step of the run will take, as `oomb plan` says it and as `oomb train` then does it.
+
+    device: the one that trains; with `gpu_memory_bytes` set, a GPU that need not be here
+    """
+    dtype, mixed = choose_dtype(config.dtype, device)
+    autocast = torch.bfloat16 if mixed else None
+    elsewhere = config.gpu_memory_bytes is not None
+    adapters = config.adapter != "none"
+
+    def measured(chunk_tokens: int) -> Speeds:
+        return calibrate(
+            model_config, chunk_tokens=chunk_tokens, config=config.chunks, device=device, dtype=dtype,
+            autocast=autocast, adapters=adapters,
+        )  # fmt: skip
+
+    speeds: Rates | Callable[[int], Speeds] | None = None if config.rates == "none" or elsewhere else measured
+    if config.rates not in ("auto", "none"):
+        speeds = read_rates(config.rates)
+    return plan(
+        model_config, config.context, config=config.chunks, batch=batch, dtype=dtype, autocast=autocast,
+        optimizer_bytes=state_bytes(str(config.trainer.get("optim", "adamw")), dtype), adapters=adapters,
+        adapter_rank=config.lora_rank, quantized=config.adapter == "qlora", gpu_bytes=config.gpu_memory_bytes,
+        host_bytes=config.host_memory_bytes, device=device, speeds=speeds,
+    )  # fmt: skip
+
+
+def state_bytes(optimizer: str, dtype: torch.dtype) -> float:
+    """Bytes of state a parameter, of an optimizer by the Trainer's name for it."""
+    return next((size for word, size in STATES.items() if word in optimizer), 2.0 * dtype.itemsize)
 
 
 def _data(

@@ -47,22 +47,30 @@ def chunk_length(
     length = config.chunk_length(device)
     if config.chunk_tokens != "auto" or machine.device_free is None:
         return length
-    while (
-        length > LEAST_CHUNK
-        and _working(config, parts, profile, tokens, min(length, tokens), batch, train) > machine.room()
-    ):
+    while length > LEAST_CHUNK:
+        if working_total(config, parts, profile, tokens, length, batch, train, gpu=True) <= machine.room():
+            break
         length //= 2
     page = config.page_tokens if config.attention == "sparse" else 1
     return max(length // page, 1) * page
 
 
-def _working(
-    config: ChunkConfig, parts: Parts, profile: Profile, tokens: int, chunk_tokens: int, batch: int, train: bool
+def working_total(
+    config: ChunkConfig,
+    parts: Parts,
+    profile: Profile,
+    tokens: int,
+    chunk_tokens: int,
+    batch: int,
+    train: bool,
+    *,
+    gpu: bool,
 ) -> int:
+    """Bytes a step takes beside weights, pages and what is kept, at most."""
     layered = is_layered(config, parts, profile, train=train)
     taken = working_bytes(
-        config, parts, profile, length=tokens, chunk_tokens=chunk_tokens, batch=batch, train=train, layered=layered,
-        gpu=True,
+        config, parts, profile, length=tokens, chunk_tokens=min(chunk_tokens, tokens), batch=batch, train=train,
+        layered=layered, gpu=gpu,
     )  # fmt: skip
     return sum(taken.values())
 

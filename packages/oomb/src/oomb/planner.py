@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +18,7 @@ from .config import ChunkConfig
 from .eta import Kept, ModelWork
 from .hf import Parts, take_apart
 from .memory import HOST_SHARE, Machine, Rooms, layer_bytes, process_bytes, rooms
-from .placement import LEAST_CHUNK, Placement, chunk_length, keep_costs, place
+from .placement import LEAST_CHUNK, Placement, chunk_length, keep_costs, place, working_total
 from .probe import Profile, learned_positions, outline
 from .quiet import quiet
 from .rates import Rates, Speeds, stated_speeds
@@ -119,7 +121,7 @@ def plan(
         total = gpu_bytes or here.device_total
         machine = Machine(total if gpu_bytes else here.device_free, total, host_bytes or here.host_free)
     with torch.device("meta"), quiet():
-        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(_still(model_config), dtype=dtype)
     parts = take_apart(model.train())
     profile = _under_autocast(outline(parts, context_tokens), autocast)
     question = _Question(
@@ -137,6 +139,17 @@ def plan(
     )
     found = question.answer(speeds)
     return found if found.obstacle is None else replace(found, remedies=tuple(_remedies(question, found)))
+
+
+def _still(model_config: PretrainedConfig) -> PretrainedConfig:
+    """The config with rotary frequencies that look at no position: there are none without weights."""
+    rope = getattr(model_config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ("dynamic", "longrope"):
+        return model_config
+    still = copy.deepcopy(model_config)
+    theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    still.get_text_config().rope_parameters = {"rope_type": "default"} | theta
+    return still
 
 
 def _under_autocast(profile: Profile, autocast: torch.dtype | None) -> Profile:
@@ -209,7 +222,7 @@ class _Question:
         gpu, host = self._told(fixed, placed)
         if obstacle is None:
             obstacle = self._obstacle(gpu, host)
-        longest = self._longest(machine, sum(placed.working.values()), chunk, placed.page_bytes)
+        longest = self._longest(machine, chunk, placed)
         kept = kept_of(placed, len(bounds))
         result = StepPlan(
             gpu, host, batch * tokens, chunk, len(bounds), longest, placed.page_bytes,
@@ -246,16 +259,24 @@ class _Question:
         need = sum(parts.values())
         return None if need <= room else f"{need:,} bytes are needed {where} {room:,}"
 
-    def _longest(self, machine: Machine, working: int, chunk: int, page_bytes: int) -> int:
+    def _longest(self, machine: Machine, chunk: int, placed: Placement) -> int:
         """Tokens whose past fits; the last chunk is nobody's."""
-        room = rooms(self.config, machine, working=working, page_bytes=1 << 60)
-        near = room.device_pages
-        if near is None:
-            near = rooms(replace(self.config, gpu_kv_budget_bytes=1), machine, working=working, page_bytes=1 << 60).host
-        if machine.device_free is not None and machine.room() < working:
-            return 0
-        pages = near // page_bytes + room.host // page_bytes
-        return min(pages * self.config.page_tokens + chunk, learned_positions(self.parts.decoder))
+        config, longest, found = self.config, 0, self.tokens
+        if machine.device_free is None and config.gpu_kv_budget_bytes == "auto":
+            config = replace(config, gpu_kv_budget_bytes=1)  # pages are where all is: what would go to the host
+        while found != longest:  # summaries and buffers take more for a longer one, and leave less
+            longest = found
+            working = working_total(
+                self.config, self.parts, self.profile, longest, chunk, self.batch, True,
+                gpu=machine.device_free is not None,
+            )  # fmt: skip
+            if machine.device_free is not None and machine.room() < working:
+                return 0
+            room = rooms(config, machine, working=working, page_bytes=1 << 60)
+            pages = (room.device_pages or 0) // placed.page_bytes + room.host // placed.page_bytes
+            found = pages * config.page_tokens // chunk * chunk + chunk
+            found = min(found, longest) if longest != self.tokens else found
+        return min(longest, learned_positions(self.parts.decoder))
 
     def _seconds(
         self,
@@ -303,8 +324,9 @@ def _remedies(question: _Question, found: StepPlan) -> list[str]:
     if not fitting and len(changes) > 1 and fits(*changes.values()):
         fitting = [", ".join(changes)]
     if fits(lambda q: replace(q, machine=replace(q.machine, host_free=1 << 60))):
-        missing = -(-(question.tokens - found.longest) // question.config.page_tokens) * found.page_bytes
-        fitting.append(f"{-(-missing / HOST_SHARE // 2**30):,.0f} GiB more of host memory")
+        pages = -(-max(question.tokens - found.longest + found.chunk_tokens, 0) // question.config.page_tokens)
+        missing = pages * found.page_bytes
+        fitting.append(f"{math.ceil(missing / HOST_SHARE / 2**30):,} GiB more of host memory")
     if found.longest > found.chunk_tokens:
         fitting.append(f"a context of {found.longest:,} tokens")
     question.parts.causal.requires_grad_(not question.adapters)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from oomb.eta import ModelWork, StepClock, passes
+from oomb.planner import StepPlan
 
 # Dense bfloat16 peaks in TFLOP/s, from the makers' data sheets; other devices have no utilization to show.
 PEAK_TFLOPS = {
@@ -81,12 +82,18 @@ class StepBar:
 class Progress(TrainerCallback):
     """Shows a Trainer's steps: a bar, a line and a row of `metrics.jsonl` for each; keeps the records for pictures.
 
-    Adds tokens a second, utilization and peaks to what the Trainer reports.
+    Adds tokens a second, utilization and peaks to what the Trainer reports. plan: what a step keeps, if known
     """
 
-    def __init__(self, work: ModelWork, metrics: Path, report: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        work: ModelWork,
+        metrics: Path,
+        report: Callable[[str], None] | None = None,
+        plan: StepPlan | None = None,
+    ) -> None:
         self.records: list[StepRecord] = []
-        self._work, self._metrics, self._report = work, metrics, report
+        self._work, self._metrics, self._report, self._plan = work, metrics, report, plan
         self._bar: StepBar | None = None
         self._clock: StepClock | None = None
         self._before: dict[tuple[int, int], list[float]] = {}  # by tokens and passes
@@ -125,7 +132,10 @@ class Progress(TrainerCallback):
         now = time.perf_counter()
         if self._clock is None or done == 1:
             self._key = (self._shape[1], total)
-            self._clock = StepClock(passes(self._work, self._shape[1], total), self._before.get(self._key))
+            plan = self._plan
+            kept = plan.kept if plan is not None and total == 2 * plan.chunks - 1 else None
+            work = passes(self._work, self._shape[1], total, kept)
+            self._clock = StepClock(work, self._before.get(self._key))
         self._clock.tick(now - self._ticked)
         self._ticked = now
         if done == total:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oomb.config import ChunkConfig
+from oomb.rates import read_rates
 
 TINY = "tiny"  # as `model`: a small Qwen2 made on the spot
 STDLIB = "stdlib"  # as `data`: the source of the running interpreter's standard library
@@ -80,6 +81,11 @@ class TrainConfig:
     rope_factor: float | None = _setting("how many times longer; none: context over the model's positions", None)
     rope_theta: float | None = _setting("base of the rotary frequencies; none: the model's own", None)
     resume: bool = _setting("go on from the last checkpoint in output, bit for bit on a CPU", False)
+    rates: str = _setting(
+        "how fast the machine is, for a plan's seconds: auto (a few short steps are timed here), none, a GPU's name "
+        "(H200), or numbers a second like matmul=300e12,memory=2e12",
+        "auto",
+    )
     gpu_memory_bytes: int | None = _setting("oomb plan: of the GPU to plan for, like 80GiB; none: this one's", None)
     host_memory_bytes: int | None = _setting("oomb plan: of the host to plan for; none: what is free here", None)
     generate_tokens: int = _setting("tokens to generate from the saved checkpoint at the end; 0: none", 64)
@@ -87,10 +93,12 @@ class TrainConfig:
     chunks: ChunkConfig = field(default_factory=ChunkConfig)
 
     def __post_init__(self) -> None:
-        for name in ("model", "data", "output", "text_column", "lora_targets", "eval_data"):
+        for name in ("model", "data", "output", "text_column", "lora_targets", "rates", "eval_data"):
             value = getattr(self, name)
             if (not isinstance(value, str) or not value.strip()) and not (name == "eval_data" and value is None):
                 raise ValueError(f"{name} must be a name or a path, got {value!r}")
+        if self.rates not in ("auto", "none"):
+            read_rates(self.rates)
         # A sequence of one token has nothing to predict.
         least_of = {"context": 2, "warmup_steps": 0, "seed": 0, "generate_tokens": 0, "lora_rank": 1}
         for name, least in least_of.items():

@@ -45,12 +45,14 @@ It takes the settings of `oomb train`; data are not read.
 """
 
 PLAN = f"""\
-Will a training step fit? GPU and host bytes by part, told from the model's config alone: no weights are loaded, nothing
-is run. The budgets that are auto are resolved as a step on such a machine would resolve them.
-It takes the settings of `oomb train`; data are not read.
+Will a training step fit, and how long will it take? GPU and host bytes by part, told from the model's config alone: no
+weights are loaded. What is auto is resolved as a step on such a machine would resolve it. Seconds come from a few short
+steps of the model's own layers on this machine, or for a GPU that is not here from stated rates (--rates); the longest
+context that fits is said, and for one that does not what would make it fit.
+It takes the settings of `oomb train`; data are not read. `oomb train` prints the same plan and follows it.
 {SETTINGS}
   oomb plan --model path/to/model --context 262144 --dtype bfloat16
-  oomb plan --model path/to/model --context 1048576 --adapter lora --gpu-memory 80GiB --host-memory 512GiB
+  oomb plan --model path/to/model --context 1048576 --adapter lora --gpu-memory 80GiB --host-memory 512GiB --rates H200
 """
 
 

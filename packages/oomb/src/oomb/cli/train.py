@@ -78,7 +78,7 @@ def make_trainer(job: Job) -> tuple[OombTrainer, Progress]:
     sparse = job.config.chunks.attention == "sparse"
     c = job.config.chunks
     read = (c.top_k_pages + c.recent_pages + c.sink_pages) * c.page_tokens if sparse else None
-    progress = Progress(ModelWork.of(job.model, read), job.output / "metrics.jsonl")
+    progress = Progress(ModelWork.of(job.model, read), job.output / "metrics.jsonl", plan=job.plan)
     rows: Any = job.data.rows if isinstance(job.data, Sequences) else job.data
     trainer = OombTrainer(
         model=job.model,
@@ -87,7 +87,7 @@ def make_trainer(job: Job) -> tuple[OombTrainer, Progress]:
         eval_dataset=None if job.held_out is None else job.held_out.rows,
         data_collator=collate,
         callbacks=[progress, _Beside(job)],
-        chunk_config=job.config.chunks,
+        chunk_config=job.config.chunks if job.plan.obstacle is not None else job.plan.follow(job.config.chunks),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer, progress
@@ -184,7 +184,6 @@ def announce(job: Job) -> None:
     else:
         print(f"data        {config.data}: read while training")
     batch = job.arguments.per_device_train_batch_size * job.arguments.gradient_accumulation_steps
-    chunk = config.chunks.chunk_length(job.device)
     if config.steps is not None:
         steps = config.steps
         if isinstance(job.data, Sequences) and steps * batch > len(job.data):
@@ -194,7 +193,8 @@ def announce(job: Job) -> None:
         steps = -(-len(job.data) // batch)
     optimizer = getattr(job.arguments.optim, "value", job.arguments.optim)
     each = f"{batch:,} sequences of up to {config.context:,}" if batch > 1 else f"up to {config.context:,}"
-    print(f"steps       {steps:,} of {each} tokens, in chunks of {chunk:,}, {optimizer}", flush=True)
+    print(f"steps       {steps:,} of {each} tokens, in chunks of {job.plan.chunk_tokens:,}, {optimizer}")
+    _say("plan", job.plan.lines())
     if job.resume_from is not None:
         print(f"resume      from {job.resume_from}")
     longest = positions(model.config)
