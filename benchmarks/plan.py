@@ -92,9 +92,9 @@ GPU = {
     "7B, 64K, all on the host": Case(_qwen2_7b, 65536, ON_HOST),
     "0.6B, 128K": Case(_qwen3_600m, 131072),
     "1B, 32K, AdamW, mixed": Case(_llama_1b, 32768, dtype=torch.float32, mixed=True, adam=True),
-    "GPT-OSS of 6 layers, 64K": Case(_gpt_oss, 65536),
     "7B, 128K, sparse": Case(_qwen2_7b, 131072, {"attention": "sparse"}),
     "7B, 32K, LoRA": Case(_qwen2_7b, 32768, lora=True),
+    "GPT-OSS of 6 layers, 64K": Case(_gpt_oss, 65536),
 }
 SMALL = {"dtype": torch.float32}
 CPU = {

@@ -66,9 +66,9 @@ class StepPlan:
             return rows + [f"{'would fit':28s} {remedy}" for remedy in self.remedies]
         rows.append(f"{'attention kept of':28s} {self.kept_attention} chunks, layers of {self.kept_layers}")
         for where, parts in (("GPU", self.gpu), ("host", self.host)):
-            rows += [f"{where + ', ' + name:28s} {size / 2**30:9.2f} GiB" for name, size in parts.items() if size]
+            rows += [f"{where + ', ' + name:28s} {_shown(size)}" for name, size in parts.items() if size]
             if any(parts.values()):
-                rows.append(f"{where + ', in all':28s} {sum(parts.values()) / 2**30:9.2f} GiB")
+                rows.append(f"{where + ', in all':28s} {_shown(sum(parts.values()))}")
         if self.seconds is not None:
             rows.append(f"{'a step':28s} {self.seconds:9.1f} s, {self.tokens / self.seconds:,.0f} tokens a second")
         rows.append(f"{'longest context here':28s} {self.longest:,} tokens")
@@ -139,6 +139,10 @@ def plan(
     )
     found = question.answer(speeds)
     return found if found.obstacle is None else replace(found, remedies=tuple(_remedies(question, found)))
+
+
+def _shown(size: int) -> str:
+    return f"{size / 2**30:9.2f} GiB" if size >= 2**27 else f"{size / 2**20:9.2f} MiB"
 
 
 def _still(model_config: PretrainedConfig) -> PretrainedConfig:
