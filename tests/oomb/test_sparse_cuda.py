@@ -70,9 +70,6 @@ MUTANTS = {
     "reads before arrival": ('self.lanes.hold("compute", buffer.arrived)', "pass", ("in",)),
     "what was guessed is taken for all": ("self._fetch_rest(buffers[0], unit)", "pass", ()),
     "gradients leave before they are added": ('run("out", work, after=(used,))', 'run("out", work)', ("compute",)),
-    "gradients fetched before they are written": (
-        "buffer.free, *marks, flags=flags", "buffer.free, flags=flags", ("out",),
-    ),
 }  # fmt: skip
 
 

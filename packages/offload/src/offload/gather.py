@@ -1,8 +1,8 @@
 """Scattered rows between pinned host memory and the device, by kernels that reach over the link themselves.
 
 A copy engine takes a call per row, microseconds of CPU each; a kernel takes one call for all of them. It waits for the
-link nearly all of its time, so it is a few programs that go through all rows: more would only take multiprocessors from
-what computes beside it.
+link nearly all of its time, so it is a few programs that go through all rows: more would only be in the way of what
+computes beside it, writers above all (benchmarks/transfers.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 16
+GATHERING, SCATTERING = 32, 4  # programs
 _BLOCK = 2048  # numbers that a program has under way: 16 KiB where rows are whole numbers of 8 bytes
 _LISTED = 1024  # entries of a list that are looked at together
 
@@ -96,7 +96,7 @@ def _list_rows_kernel(
     tl.store(rows_ptr, count)
 
 
-def copy_rows(host: Tensor, device: Tensor, ids: Tensor, *, gather: bool, programs: int = PROGRAMS) -> None:
+def copy_rows(host: Tensor, device: Tensor, ids: Tensor, *, gather: bool, programs: int | None = None) -> None:
     """device[i] = host[ids[i]] when `gather`, else host[ids[i]] = device[i]; enqueued on the current stream.
 
     Shapes: host [N, ...] pinned, device [K, ...], both contiguous, of one dtype; ids [K] int32 or int64 on the device
@@ -105,6 +105,7 @@ def copy_rows(host: Tensor, device: Tensor, ids: Tensor, *, gather: bool, progra
     if not len(ids) or not device.numel():
         return
     views, units, blocks = _numbers(host, device)
+    programs = programs or (GATHERING if gather else SCATTERING)
     _copy_rows_kernel[(min(programs, len(ids) * blocks),)](
         *views, ids, ids, len(ids), len(host), units, blocks, 1, 1, 0,
         GATHER=gather, LISTED=False, FLAGS=False, BLOCK=_BLOCK, num_warps=4,
@@ -113,11 +114,11 @@ def copy_rows(host: Tensor, device: Tensor, ids: Tensor, *, gather: bool, progra
 
 def copy_listed(
     host: Tensor, device: Tensor, rows: Tensor, *, columns: int, host_columns: int, host_first: int, gather: bool,
-    flags: Tensor | None = None, programs: int = PROGRAMS,
+    flags: Tensor | None = None, programs: int | None = None,
 ) -> None:  # fmt: skip
     """listed.copy_listed, enqueued on the current stream; host pinned."""
     views, units, blocks = _numbers(host, device)
-    _copy_rows_kernel[(programs,)](
+    _copy_rows_kernel[(programs or (GATHERING if gather else SCATTERING),)](
         *views, rows, rows if flags is None else flags, 0, len(host), units, blocks, columns, host_columns, host_first,
         GATHER=gather, LISTED=True, FLAGS=flags is not None, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
@@ -139,7 +140,7 @@ def _numbers(host: Tensor, device: Tensor) -> tuple[tuple[Tensor, Tensor], int, 
     host_view, device_view = (x.detach().reshape(-1).view(torch.uint8).view(dtype) for x in (host, device))
     units = row_bytes // dtype.itemsize
     blocks = triton.cdiv(units, _BLOCK)
-    assert (len(device) + PROGRAMS) * blocks < 2**31
+    assert (len(device) + 1024) * blocks < 2**31
     return (host_view, device_view), units, blocks
 
 
