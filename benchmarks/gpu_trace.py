@@ -16,11 +16,11 @@ from typing import Any
 # by what is in a kernel's name, the first that fits
 KINDS = (
     ("norm, RoPE, SwiGLU", r"rms_norm|rope|swiglu"),
+    ("softmax and loss", r"softmax|nll_loss|_loss_(fwd|bwd)_kernel"),
     ("attention backward", r"bprop|dot_do_o|convert_dq|fmha_reduce|_backward_kernel|_bwd_kernel|_dkdv|_dq_"),
     ("attention forward", r"fprop|_forward_kernel|_attention_fwd"),
     ("merges, sums into pages", r"_merge_|_add_to_pages"),
     ("matmul", r"gemm|nvjet|cutlass|splitK|cublas"),
-    ("softmax and loss", r"softmax|nll_loss"),
     ("embedding", r"embedding|indexSelect|gather_kernel|krn_partial|sum_and_scatter|compute_grad_weight|radix_sort"),
     ("reductions", r"reduce_kernel"),
     ("additions", r"CUDAFunctor_add|CUDAFunctorOnSelf_add"),

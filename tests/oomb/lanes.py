@@ -61,12 +61,12 @@ def watched(**what) -> Iterator[None]:
         yield
 
 
-def sleeping(slow: Sequence[str], seed: int, milliseconds: float = 0.5) -> Callable[[str], None]:
-    """A delay of every third piece of work, or so, on the lanes that are slow."""
+def sleeping(slow: Sequence[str], seed: int, milliseconds: float = 0.5, share: float = 0.3) -> Callable[[str], None]:
+    """A delay, of at most so long, before a share of the work on the lanes that are slow."""
     chooser = random.Random(seed)
 
     def delay(lane: str) -> None:
-        if lane in slow and chooser.random() < 0.3:
+        if lane in slow and chooser.random() < share:
             torch.cuda._sleep(int(chooser.random() * milliseconds * 2e6))
 
     return delay

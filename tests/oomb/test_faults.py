@@ -34,7 +34,7 @@ class Case:
         if cuda:  # heads and pages that the kernels take
             config.head_dim, config.hidden_size = 64, 128
         self.model = build(config, dtype=torch.bfloat16 if cuda else torch.float64, device=self.device)
-        self.ids = torch.randint(61, (1, 500 if cuda else 26), generator=torch.Generator().manual_seed(0))
+        self.ids = torch.randint(61, (1, 300 if cuda else 26), generator=torch.Generator().manual_seed(0))
         sizes = (128, 64, 128) if cuda else (6, 4, 8)
         names = ("chunk_tokens", "page_tokens", "segment_tokens")
         self.config = ChunkConfig(**dict(zip(names, sizes)), backend="triton" if cuda else "reference", **ON_HOST)

@@ -23,14 +23,15 @@ SLOW = (("in",), ("out",), ("compute",), ("in", "out"), ("in", "out", "compute")
 VOCAB = 61
 # heads, KV heads, head dim, hidden, MLP, tokens, chunk: what is moved beside what is computed
 CASES = {
-    "huge copies": (8, 8, 128, 64, 64, 3072, 384),
-    "huge compute": (8, 1, 64, 1024, 4096, 1024, 128),
+    "huge copies": (8, 8, 128, 64, 64, 1920, 384),
+    "huge compute": (8, 1, 64, 1024, 4096, 640, 128),
 }
 
 
 def case(name: str):
     heads, kv_heads, head_dim, hidden, mlp, tokens, chunk = CASES[name]
     config = configs()["qwen2"]
+    config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = heads, kv_heads, head_dim
     config.hidden_size, config.intermediate_size = hidden, mlp
     model = build(config, dtype=torch.bfloat16, device="cuda")
@@ -69,25 +70,30 @@ def test_the_same_bits_under_any_delay(name):
         assert not wrong, f"repetition {repetition}, {slow} slow, segments of {segment}: {wrong} differ"
 
 
+# what is changed, what is slow, how much of it and by up to how many milliseconds, and whether segments are several
 MUTANTS = {
-    "reads before arrival": ('self.lanes.hold("compute", buffer.arrived)', "pass", ("in",)),
+    "reads before arrival": ('self.lanes.hold("compute", buffer.arrived)', "pass", ("in",), 0.3, 3, True),
     "gradients leave before they are added": (
-        'self._copy("out", moves, used)', 'self._copy("out", moves)', ("compute",),
+        'self._copy("out", moves, used)', 'self._copy("out", moves)', ("compute",), 0.3, 3, True,
     ),
-    "gradients fetched before they are written": ("buffer.free, *marks, zero=zero", "buffer.free, zero=zero", ("out",)),
+    # more than the buffers hold must not lie between, or their own waits make up for it
+    "gradients fetched before they are written": (
+        "buffer.free, *marks, zero=zero", "buffer.free, zero=zero", ("out",), 1.0, 60, False,
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_missing_wait_shows(name):
     """The test above can fail: the same with one wait taken out of the real code."""
-    original, replacement, slow = MUTANTS[name]
-    step, chunk, _ = case("huge copies")
-    expected = step(**on_host(2 * chunk))
+    original, replacement, slow, share, milliseconds, several = MUTANTS[name]
+    step, chunk, tokens = case("huge copies")
+    where = on_host(2 * chunk if several else tokens)
+    expected = step(**where)
     tier = mutant("oomb.host_tier", original, replacement).HostTier
-    for repetition in range(20):
-        delay = sleeping(slow, repetition, milliseconds=3)
+    for repetition in range(8):
+        delay = sleeping(slow, repetition, milliseconds, share)
         with mock.patch.object(oomb.storage, "HostTier", tier), watched(delay=delay):
-            if differ(step(**on_host(2 * chunk), check_recompute=False), expected):
+            if differ(step(**where, check_recompute=False), expected):
                 return
     pytest.fail(f"{name}: nobody noticed")
