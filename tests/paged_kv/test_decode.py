@@ -153,6 +153,21 @@ def test_what_a_mixed_batch_refuses():
         paged_attention(fresh.q.requires_grad_(), fresh.k, fresh.v, fresh.kv, 1, scale=0.2)
 
 
+def test_a_sequence_that_goes_leaves_the_open_block_as_it_was_sent():
+    """Sending it again would make append wait for the device."""
+    case = Packed((20, 40, 7), (1, 2, 1))
+    case.kv.append(0, case.k, case.v)
+    other = case.kv.fork(case.ids[1])
+    case.kv.extend(dict.fromkeys(case.ids[:2], 1))
+    sent = case.kv.step()
+    for gone in (other, case.ids[2]):
+        case.kv.free(gone)
+    assert case.kv.step() is sent and case.kv.tokens == (1, 1) and case.kv.lengths == (21, 42)
+    case.kv.free(case.ids[0])
+    with pytest.raises(ValueError, match="no block is open"):
+        case.kv.append(0, case.k[:2], case.v[:2])
+
+
 @interpreted
 @pytest.mark.parametrize(
     "change, match",

@@ -222,8 +222,9 @@ class PagedKV(Sequences):
 
     def _close(self, sequences: set[int]) -> None:
         self._settle()
-        if self._block is not None and not sequences.isdisjoint(self._block.sequences):
-            self._block, self._appended = None, set()
+        if self._block is not None and sequences.isdisjoint(self._block.sequences):
+            return  # its pages stay where they are, and so does all that was sent to the device
+        self._block, self._appended = None, set()
         self._forget_derived()
 
     def _forget_derived(self) -> None:
