@@ -24,6 +24,7 @@ def choose(past=CONTIGUOUS, tokens=4096, dim=128, dtype=torch.bfloat16, cuda=Tru
 def test_dense_attention_over_consecutive_pages_is_for_cudnn():
     assert choose() == ("cudnn", "dense attention over consecutive pages, where cuDNN is the fastest")
     assert choose(lengths=(0,), past=UNKNOWN)[0] == "cudnn"
+    assert choose(dim=256)[0] == "cudnn"
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,8 @@ def test_dense_attention_over_consecutive_pages_is_for_cudnn():
         ({"documents": torch.zeros(1, 4096, dtype=torch.int32)}, "documents"),
         ({"selected": torch.zeros(1, 1, 1, 1, dtype=torch.int32)}, "selection of pages"),
         ({"dtype": torch.float32}, "float32"),
-        ({"dim": 256}, "256"),
+        ({"dim": 192}, "192"),
+        ({"dim": 256, "capability": (8, 0)}, "256"),
         ({"tokens": 1}, "1 tokens"),
     ],
 )
@@ -75,7 +77,8 @@ def test_a_missing_triton_is_said():
 
 def test_auto_offers_no_more_than_the_backends_accept():
     assert auto._TRITON_DIMS == triton_attention.HEAD_DIMS
-    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)):
-        for dim in auto._CUDNN_DIMS:
-            q = SimpleNamespace(is_cuda=True, device="cuda", dtype=torch.float16, shape=(1, 300, 8, dim))
-            cudnn._check(q, Geometry(0.1, (64,), 64))
+    for capability, dims in (((8, 0), auto._CUDNN_DIMS), ((9, 0), auto._CUDNN_DIMS + auto._CUDNN_DIMS_HOPPER)):
+        with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
+            for dim in dims:
+                q = SimpleNamespace(is_cuda=True, device="cuda", dtype=torch.float16, shape=(1, 300, 8, dim))
+                cudnn._check(q, Geometry(0.1, (64,), 64))

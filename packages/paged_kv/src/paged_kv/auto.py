@@ -14,7 +14,9 @@ from torch import Tensor
 from .past import Geometry, PastSource
 
 _TRITON_DIMS = (64, 80, 96, 128, 192, 256)
-_CUDNN_DIMS = (64, 128)  # 256 on some chips only
+# Head dims at which cuDNN was measured to be the faster (benchmarks/results/attention_h200_*); it takes others too.
+_CUDNN_DIMS = (64, 128)
+_CUDNN_DIMS_HOPPER = (256,)
 _CUDNN_LEAST_TOKENS = 256  # below that a launch and a merge cost more than the faster products save
 
 
@@ -59,7 +61,8 @@ def _why_not_cudnn(q: Tensor, geometry: Geometry, past: PastSource) -> str | Non
         return f"cuDNN does not compute in {q.dtype}"
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for, and cuDNN's dQ is not"
-    if q.shape[3] not in _CUDNN_DIMS:
+    hopper = torch.cuda.get_device_capability(q.device) == (9, 0)
+    if q.shape[3] not in (_CUDNN_DIMS + _CUDNN_DIMS_HOPPER if hopper else _CUDNN_DIMS):
         return f"head dim {q.shape[3]}"
     if q.shape[1] < _CUDNN_LEAST_TOKENS:
         return f"a block of {q.shape[1]} tokens is too small to pay for cuDNN's launches and merges"
