@@ -21,6 +21,7 @@ from .quiet import quiet
 from .rates import Speeds
 
 LAYERS, CHUNKS = (2, 4), (2, 5)  # of the steps that are timed: enough to tell layers, head and attention apart
+REPEATS = 2
 LEAST_CHUNK = 128
 VOCABULARY = 32768  # a larger one takes memory, not insight
 SECONDS = 6.0  # what the steps may take, about
@@ -50,9 +51,8 @@ def calibrate(
     Everything a step does is in them: the backend, merges, norms, launches. Random state and parameters of the caller's
     are not touched. Where a chunk would take too long (a large model on a CPU) shorter ones are timed.
     """
-    chunks = replace(
-        config, gpu_kv_budget_bytes="auto", gpu_keep_budget_bytes="auto", host_budget_bytes="auto", first_sparse_layer=0
-    )
+    # pages stay where they are asked to be: gathered from the host they cost otherwise than read in place
+    chunks = replace(config, gpu_keep_budget_bytes="auto", host_budget_bytes="auto", first_sparse_layer=0)
     question = _Question(chunks, device, dtype, autocast, adapters)
     with quiet(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         rows: list[tuple[Pass, float]] = []
@@ -96,15 +96,17 @@ def _affordable(model: Any, chunk_tokens: int, question: _Question) -> int:
     """The chunk, or on a slow device as much of it as can be timed."""
     side = 1024 if question.device.type == "cuda" else 384
     a = torch.ones(side, side, device=question.device, dtype=question.autocast or question.dtype)
-    a @ a
-    began = _now(question.device)
-    a @ a
-    rate = 2 * side**3 / (_now(question.device) - began)
+    seconds = []
+    for _ in range(4):
+        began = _now(question.device)
+        a @ a
+        seconds.append(_now(question.device) - began)
+    rate = 2 * side**3 / min(seconds)
     work = ModelWork.of(model)
     tokens = chunk_tokens
 
-    def flops() -> float:  # of all steps: nine chunks of this model, and of one with half the layers
-        return 11 * work.forward(max(CHUNKS) * tokens)
+    def flops() -> float:  # of all steps: sixteen chunks of this model, and of one with half the layers
+        return 20 * work.forward(max(CHUNKS) * tokens)
 
     page = question.config.page_tokens if question.config.attention == "sparse" else 1
     while flops() > SECONDS * rate and tokens // 2 >= max(LEAST_CHUNK, page):
@@ -120,7 +122,9 @@ def _timed(model: Any, length: int, question: _Question) -> list[tuple[Pass, flo
     _step(model, min(CHUNKS) * length, length, question)  # compiles, chooses, allocates
     rows = []
     for chunks in CHUNKS:
-        ticks, layered = _step(model, chunks * length, length, question)
+        runs = [_step(model, chunks * length, length, question) for _ in range(REPEATS)]
+        layered = runs[0][1]
+        ticks = [min(seconds) for seconds in zip(*(run[0] for run in runs), strict=True)]  # others only ever delay
         bounds = [(i * length, (i + 1) * length) for i in range(chunks)]
         everything = range(chunks if layered else chunks - 1)
         fill, walk = chunk_passes(work, bounds, Kept(everything, everything, layered))
