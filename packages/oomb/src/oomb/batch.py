@@ -72,8 +72,9 @@ class Chunks(Sequence[Chunk]):
 
 def to_device(rows: Tensor, device: torch.device) -> Tensor:
     """A host tensor on the device, without the CPU waiting for what the device has been given before."""
-    if device.type == "cuda":
-        rows = rows.pin_memory()  # of torch's own store, which knows when a copy has ended
+    if device.type != "cpu":
+        # rows that share memory (positions of a batch) cannot be pinned as they are; torch knows when a copy has ended
+        rows = rows.contiguous().pin_memory()
     return rows.to(device, non_blocking=True)
 
 
