@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -116,10 +117,11 @@ def measure(bench: Bench, flops: float) -> dict[str, float]:
     }  # fmt: skip
 
 
-def table() -> dict:
+def table(result: dict, write: Callable[[], None]) -> None:
     dense_config = Config()
     dense = measure(Bench(dense_config), dense_config.flops)
     rows: dict[str, dict] = {"dense Triton " + dense_config.name: dense}
+    result["rows"] = rows
     print("dense Triton", dense_config.name, dense, flush=True)
     for total, tokens in TOTAL.items():
         whole = cudnn_whole(replace(dense_config, past=tokens - dense_config.tokens))
@@ -139,9 +141,9 @@ def table() -> dict:
             row["readers of the hottest page"] = int(bench.listed.sum(0).max())
             rows[f"{total} {kind}"] = row
             print(total, kind, {k: round(v, 4) for k, v in row.items()}, flush=True)
+            write()
             del bench
             torch.cuda.empty_cache()
-    return {"rows": rows}
 
 
 TUNE = """
@@ -176,14 +178,23 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="time tiles instead of the table")
     arguments = parser.parse_args()
     start = time.time()
-    result = tune() if arguments.tune else table()
-    result["machine"] = {
+    result: dict = {}
+    machine = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "cudnn": torch.backends.cudnn.version(), "seconds": round(time.time() - start),
+        "cudnn": torch.backends.cudnn.version(),
     }  # fmt: skip
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    def write() -> None:
+        result["machine"] = machine | {"seconds": round(time.time() - start)}
+        if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    if arguments.tune:
+        result |= tune()
+    else:
+        table(result, write)
+    write()
     print(result["machine"])
 
 
