@@ -27,6 +27,8 @@ class Case:
     """A small model, tokens, and a step with everything on the host."""
 
     device: str
+    tokens: int = 0
+    chunk: int = 0
 
     def __post_init__(self) -> None:
         config = configs()["qwen2"]
@@ -34,8 +36,9 @@ class Case:
         if cuda:  # heads and pages that the kernels take
             config.head_dim, config.hidden_size = 64, 128
         self.model = build(config, dtype=torch.bfloat16 if cuda else torch.float64, device=self.device)
-        self.ids = torch.randint(61, (1, 300 if cuda else 26), generator=torch.Generator().manual_seed(0))
-        sizes = (128, 64, 128) if cuda else (6, 4, 8)
+        tokens, chunk = self.tokens or (300 if cuda else 26), self.chunk or (128 if cuda else 6)
+        self.ids = torch.randint(61, (1, tokens), generator=torch.Generator().manual_seed(0))
+        sizes = (chunk, 64, chunk) if cuda else (chunk, 4, 8)
         names = ("chunk_tokens", "page_tokens", "segment_tokens")
         self.config = ChunkConfig(**dict(zip(names, sizes)), backend="triton" if cuda else "reference", **ON_HOST)
         self.expected = self.step()
@@ -138,25 +141,28 @@ def test_an_arena_that_is_refused_leaves_the_next_step_right(case, monkeypatch):
 
 @pytest.mark.cuda
 def test_a_device_that_is_really_full():
-    case = Case("cuda")
+    """Chunks so large that a step needs far more than torch's allocator has in hand."""
+    case = Case("cuda", tokens=32768, chunk=8192)
+    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before = case.device_bytes()
     torch.cuda.reset_peak_memory_stats()
+    least = torch.cuda.memory_reserved()
     case.step()
-    peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
-    failed = 0
+    most, total = torch.cuda.max_memory_reserved(), torch.cuda.mem_get_info()[1]
+    failed = []
     for share in (0.1, 0.4, 0.7, 0.95):
+        gc.collect()
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction((before + share * (peak - before)) / total)
+        torch.cuda.set_per_process_memory_fraction((least + share * (most - least)) / total)
         try:
             case.step()
         except torch.OutOfMemoryError:
-            failed += 1
+            failed.append(share)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         case.check()
-    assert failed
+    assert failed, f"a step takes {least:,} to {most:,} bytes"
 
 
 def test_many_steps_leak_nothing(case):

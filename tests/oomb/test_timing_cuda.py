@@ -76,9 +76,8 @@ MUTANTS = {
     "gradients leave before they are added": (
         'self._copy("out", moves, used)', 'self._copy("out", moves)', ("compute",), 0.3, 3, True,
     ),
-    # more than the buffers hold must not lie between, or their own waits make up for it
-    "gradients fetched before they are written": (
-        "buffer.free, *marks, zero=zero", "buffer.free, zero=zero", ("out",), 1.0, 60, False,
+    "gradients' buffer filled before it is copied out": (
+        "grads.free = pages.written[first] = self._copy", "pages.written[first] = self._copy", ("out",), 1.0, 30, True,
     ),
 }  # fmt: skip
 
