@@ -104,3 +104,14 @@ def test_at_the_peak_the_last_chunk_is_done(chunks):
     less = dataclasses.replace(config, gpu_keep_budget_bytes=0, host_budget_bytes=1)
     bare = place(less, parts, profile, bounds, batch=1, chunk_tokens=64, train=True, machine=machine)
     assert bare.kept_bytes == 0 and bare.working["layer outputs"] > 0
+
+
+def test_layers_with_windows_store_few_pages():
+    parts, profile = outlined(configs()["qwen2_window"])
+    windows = [facts.window for facts in profile.layers.values()]
+    assert windows == [None, 9, 9]
+    bounds = [(i * 64, (i + 1) * 64) for i in range(4)]
+    config, machine = ChunkConfig(chunk_tokens=64, page_tokens=8), Machine(GIB, GIB, GIB)
+    placed = place(config, parts, profile, bounds, batch=1, chunk_tokens=64, train=True, machine=machine)
+    a_page = placed.page_bytes // 3  # of one layer
+    assert placed.near_bytes == (24 + 2 * 3) * a_page  # of each chunk with a later one the last page, eight tokens

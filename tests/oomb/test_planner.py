@@ -15,14 +15,16 @@ from oomb.hf import take_apart
 from oomb.probe import outline, probe
 
 GIB = 2**30
-RESULTS = Path(__file__).parents[2] / "benchmarks/results/step_h200_2026-11-29_layers.json"
+RESULTS = [
+    Path(__file__).parents[2] / f"benchmarks/results/step_h200_2026-11-{day}.json" for day in ("29_layers", "30")
+]
 H200 = {"gpu_bytes": 143_771 * 2**20, "host_bytes": 112 * GIB}
 SYSTEMS = {  # as benchmarks/step.py has them
     "resident": {"gpu_kv_budget_bytes": 60 * GIB, "gpu_keep_budget_bytes": 80 * GIB},
     "resident, nothing kept": {"gpu_kv_budget_bytes": 60 * GIB, "gpu_keep_budget_bytes": 0, "host_budget_bytes": 1},
     "all on the host": {"gpu_kv_budget_bytes": 1, "gpu_keep_budget_bytes": 0},
 }
-MEASURED = [row for row in json.loads(RESULTS.read_text())["rows"] if row["system"] in SYSTEMS]
+MEASURED = [row for path in RESULTS for row in json.loads(path.read_text())["rows"] if row["system"] in SYSTEMS]
 SEVEN = {
     "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
     "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 1 << 23, "tie_word_embeddings": False,

@@ -13,13 +13,14 @@ from .hf import Parts
 from .keep import Keep, KeepCosts, plan_keep
 from .memory import Machine, Rooms, replays, rooms, working_bytes
 from .probe import Profile
-from .storage import Budget, divide, one_page_bytes
+from .storage import Budget, Stored, divide, one_page_bytes
 
 
 @dataclass(frozen=True)
 class Placement:
     """One step's decisions. layered: layers are walked back one at a time; working: bytes a step takes, by part; room:
-    the budgets that were resolved; kept_bytes: what is kept on the device at the step's peak.
+    the budgets that were resolved; kept_bytes: what is kept on the device at the step's peak;
+    near_bytes: its pages, of which layers with windows store few.
     """
 
     budget: Budget
@@ -30,6 +31,7 @@ class Placement:
     layered: bool
     working: dict[str, int]
     kept_bytes: int
+    near_bytes: int
 
     @property
     def host_bytes(self) -> int:
@@ -114,10 +116,17 @@ def place(
         keep = replace(keep, attention=range(0), layers=range(0), device_bytes=0, host_bytes=0)
     if not budget.host_pages:
         working["segments"] = 0
-    kept = _kept_at_the_peak(keep, costs, bounds, working["gradients"] + budget.device_pages * page_bytes // 2)
+    windows = {f.window for f in profile.layers.values()}
+    stored = {window: Stored.of(window, bounds, config.page_tokens).pages for window in windows}
+    near = sum(
+        min(budget.device_pages, stored[f.window])
+        * one_page_bytes({i: f}, config.page_tokens, batch, grad_dtype if train else None)
+        for i, f in profile.layers.items()
+    )
+    kept = _kept_at_the_peak(keep, costs, bounds, working["gradients"] + near // 2)
     outputs = 0 if len(keep.layers) == len(bounds) else working["layer outputs"]
     working["layer outputs"] = max(outputs - kept, 0)  # of chunks that had none kept, when what others had is gone
-    return Placement(budget, room, page_bytes, keep, grad_dtype, layered, working, kept)
+    return Placement(budget, room, page_bytes, keep, grad_dtype, layered, working, kept, near)
 
 
 def _kept_at_the_peak(keep: Keep, costs: KeepCosts, bounds: Sequence[tuple[int, int]], grads: int) -> int:

@@ -238,7 +238,7 @@ class _Question:
 
     def _told(self, fixed: dict[str, int], placed: Placement) -> tuple[dict[str, int], dict[str, int]]:
         pages, keep = placed.budget, placed.keep
-        near = {**fixed, **placed.working, "pages": pages.device_pages * placed.page_bytes, "kept": placed.kept_bytes}
+        near = {**fixed, **placed.working, "pages": placed.near_bytes, "kept": placed.kept_bytes}
         near["update"] = self._update(near)
         far = {"pages": pages.host_bytes, "kept": keep.host_bytes}
         if self.machine.device_free is not None:
