@@ -31,7 +31,8 @@ PAGES = ("quickstart", "choosing", "how-it-works", "custom-pipelines", "troubles
 SMALL = {"--context": "384", "--device": "cpu", "--page-tokens": "32"}
 OF_TRAINING = {"--steps": "2", "--generate-tokens": "4"}
 OF_MODULES = {
-    "benchmarks.smollm2": "--model model --data books --context 384 --short 96 --chunk-tokens 128 --steps 2 --device cpu"
+    "benchmarks.smollm2": "--model model --data books --context 384 --short 96 --chunk-tokens 128 --steps 2 "
+    "--device cpu"
 }
 
 
