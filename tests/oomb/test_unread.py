@@ -51,6 +51,32 @@ def test_a_bias_learns_and_frozen_weights_do_not():
     assert left_out(model)
 
 
+class Own(torch.Tensor):
+    """A weight that multiplies in its own way, as quantized ones do."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is not nn.functional.linear:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return 2.0 * func(*args, **(kwargs or {}))
+
+
+def test_weights_of_another_kind_multiply_in_their_own_way():
+    model = build(configs()["llama"])
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight = nn.Parameter(layer.mlp.down_proj.weight.detach().as_subclass(Own))
+    assert not left_out(model)
+
+
+@pytest.mark.parametrize("part", ["mlp", "mlp.down_proj"])
+def test_parts_that_are_compiled(part):
+    model = build(configs()["llama"])
+    for layer in model.model.layers:
+        layer.get_submodule(part).compile(backend="eager")
+    assert not left_out(model)
+
+
 def test_under_autocast():
     model = build(configs()["qwen2"], dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -79,6 +105,12 @@ def layer_with(ending):
     return forward
 
 
+def clamped_if_large(x):
+    """What layers do that fear overflow: a decision about values of which a product left out is a part."""
+    large = bool((x.detach().abs() > 1.0).any())
+    return x.clamp(-1.0, 1.0) if large and x.shape[1] == 6 else x
+
+
 ENDINGS = {
     "a norm": (lambda a, b: a + b / b.norm(dim=-1, keepdim=True), False),
     "a scale": (lambda a, b: (a + b) * 0.5, False),
@@ -87,6 +119,7 @@ ENDINGS = {
     "in place": (lambda a, b: a.add_(b), True),
     "in place the other way": (lambda a, b: b.add_(a), True),
     "a look at the shape": (lambda a, b: a.expand(b.shape) + b, True),
+    "a look at the sum": (lambda a, b: clamped_if_large(a + b), False),
     "a factor": (lambda a, b: torch.add(a, b, alpha=0.5), True),
 }
 

@@ -43,11 +43,20 @@ class _Unread(torch.autograd.Function):
 
 
 def tail_of(layer: nn.Module) -> nn.Linear | None:
-    """The plain linear map that comes last among a layer's modules, if there is one; none where hooks read values."""
-    if any(hooked(module) for module in layer.modules()):
+    """The plain linear map that comes last among a layer's modules, if there is one; none where hooks read values, and
+    none where parts are compiled: another forward within them would break their graphs.
+    """
+    modules = list(layer.modules())
+    if any(map(hooked, modules)) or any(map(_compiled, modules[1:])):
         return None
-    plain = [module for module in layer.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
-    return plain[-1] if plain else None
+    plain = [module for module in modules if type(module) is nn.Linear and "forward" not in vars(module)]
+    tail = plain[-1] if plain else None
+    # weights of another kind (quantized ones) multiply in their own way
+    return tail if tail is not None and type(tail.weight) is nn.Parameter else None
+
+
+def _compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def hooked(module: nn.Module) -> bool:
@@ -75,8 +84,8 @@ def unread(linear: nn.Linear) -> Iterator[list[Any]]:
 
 @contextmanager
 def noted(linear: nn.Linear) -> Iterator[list[Any]]:
-    """Within it the module computes as ever. Yields the graph's nodes of what it returned; afterwards none of what was
-    used more than once: a use without a gradient does not show in the graph.
+    """Within it the module computes as ever. Yields the graph's nodes of what it returned; afterwards none if that, or
+    what was made of it, was used again: a use without a gradient does not show in the graph.
     """
     nodes: list[Any] = []
     uses = _Uses()
@@ -84,7 +93,7 @@ def noted(linear: nn.Linear) -> Iterator[list[Any]]:
     def forward(x: Tensor) -> Tensor:
         value = F.linear(x, linear.weight, linear.bias)
         nodes.append(value.grad_fn)
-        uses.value = value
+        uses.of.append(value)
         return value
 
     with replaced(linear, "forward", forward), uses:
@@ -94,15 +103,19 @@ def noted(linear: nn.Linear) -> Iterator[list[Any]]:
 
 
 class _Uses(TorchFunctionMode):
-    """Counts what torch is asked of one tensor, but for its shape and kind."""
+    """Counts what torch is asked of some tensors and of all that it makes of them, but for their shape and kind."""
 
-    value: Tensor | None = None
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: list[Tensor] = []
+        self.count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self.value is not None and func not in HARMLESS:
-            self.count += sum(x is self.value for x in tree_leaves((args, kwargs)))
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func not in HARMLESS and any(x is y for x in tree_leaves((args, kwargs)) for y in self.of):
+            self.count += 1
+            self.of += [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        return out
 
 
 def only_added(out: Tensor, nodes: list[Any]) -> bool:
