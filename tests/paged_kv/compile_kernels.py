@@ -44,13 +44,11 @@ def describe(name, dtype, flags, constants):
     in_window = "UNIFORM" in constants
     if name in KEYS:
         return f"*{dtype}" if in_window else f"tensordesc<{dtype}[1, 1, {constants['BLOCK_N']}, {dim}]>"
-    if name in ("q_rows", "dout_rows"):
+    if name in ("q_rows", "dout_rows", "out_rows"):
         if not in_window:
             return f"tensordesc<{dtype}[1, {constants['BLOCK_M']}, {dim}]>"
-        if not constants["TMA"]:
-            return f"*{dtype}"
-        repeat = constants["REPEAT"]
-        return f"tensordesc<{dtype}[1, {constants['BLOCK_M'] // repeat}, {repeat}, {dim}]>"
+        queries = constants.get("QUERIES", constants["BLOCK_M"])
+        return f"tensordesc<{dtype}[1, {queries}, {constants['BLOCK_M'] // queries}, {dim}]>"
     if name in INPUTS or (name in OUTPUTS and "split" not in flags):
         return f"*{dtype}"
     if name in INTEGERS:
@@ -93,10 +91,13 @@ def window_constants(kernel, shape, flags, tile):
     shape |= {"REPEAT": 8 if "whole" in flags else 7, "BLOCK_M": tile.rows, "WINDOW": int(flags[0])}
     shape |= {"DOCUMENTS": "documents" in flags, "UNIFORM": True}
     if kernel == "window dkdv":
-        more = {"TMA": "whole" in flags, "PAST": True, "ATOMIC": "atomic" in flags, "STAGES": tile.stages}
+        more = {"PAST": True, "ATOMIC": "atomic" in flags, "STAGES": tile.stages}
         return shape | {"BLOCK_N": tile.keys} | more, tile.warps, tile.stages
-    shape |= triton_window_launch.tiling_of(shape["WINDOW"], tile, shape["REPEAT"])
-    return shape | ({"SINKS": "sinks" in flags} if kernel == "window fwd" else {}), tile.warps, tile.stages
+    if kernel == "window fwd":
+        queries = tile.keys
+        more = {"QUERIES": queries, "LAST": shape.pop("WINDOW") // queries, "SINKS": "sinks" in flags}
+        return shape | more | {"STAGES": tile.stages}, tile.warps, tile.stages
+    return shape | triton_window_launch.tiling_of(shape["WINDOW"], tile, shape["REPEAT"]), tile.warps, tile.stages
 
 
 def compile_one(arch, name):

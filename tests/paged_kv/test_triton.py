@@ -31,7 +31,7 @@ TILES = {
         "fwd": Tile(32, 32, 4, 2),
         "dkdv": Tile(32, 16, 4, 2),
         "dq": Tile(16, 32, 4, 2),
-        "window fwd": Tile(32, 32, 4, 1),
+        "window fwd": Tile(16, 16, 4, 1),
         "window dkdv": Tile(32, 16, 4, 2),
         "window dq": Tile(16, 64, 4, 1),
     },
@@ -39,7 +39,7 @@ TILES = {
         "fwd": Tile(16, 16, 4, 2, ahead=True),
         "dkdv": Tile(16, 64, 4, 2),
         "dq": Tile(64, 16, 4, 2),
-        "window fwd": Tile(16, 128, 4, 1),
+        "window fwd": Tile(32, 16, 4, 2),
         "window dkdv": Tile(16, 32, 4, 2),
         "window dq": Tile(32, 16, 4, 1),
     },
@@ -47,7 +47,7 @@ TILES = {
         "fwd": Tile(64, 16, 4, 2, per_sm=60, ahead=True),
         "dkdv": Tile(64, 32, 4, 2, per_sm=60),
         "dq": Tile(64, 32, 4, 2, per_sm=60),
-        "window fwd": Tile(64, 16, 4, 1, per_sm=2),
+        "window fwd": Tile(32, 32, 4, 1, per_sm=2),
         "window dkdv": Tile(64, 64, 4, 2, per_sm=2),
         "window dq": Tile(64, 32, 4, 1, per_sm=2),
     },
@@ -69,7 +69,7 @@ def cases(draw):
         groups=groups,
         page=draw(st.sampled_from([64, 128])),
         lengths=tuple(draw(st.lists(st.sampled_from([0, 1, 64, 100, 129, 200]), min_size=batch, max_size=batch))),
-        window=draw(st.none() | st.sampled_from([1, 5, 40, 140, 300])),
+        window=draw(st.none() | st.sampled_from([1, 5, 16, 40, 64, 140, 160])),
         documents=draw(st.sampled_from([None, "some"])),
         scale=draw(st.sampled_from([0.15, 0.0, -0.2])),
         split=draw(st.none() | st.just(1)),
@@ -97,7 +97,7 @@ def test_every_head_dim(dim):
     case.check(case.run(triton_attention))
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [None, 20, 64])
 def test_the_tiles_of_the_table(window):
     case = Case(tokens=30, heads=14, groups=2, lengths=(260,), page=128, window=window, dtype=torch.float16)
     case.check(case.run(triton_attention))
@@ -210,8 +210,9 @@ def test_nothing_of_the_size_of_the_past_is_allocated():
         {"lengths": (700,), "tokens": 3},
         {"documents": "some"},
         {"window": 30},
-        {"window": 30, "split": 1},
-        {"window": 9, "documents": "some", "batch": 2, "lengths": (70, 5)},
+        {"window": 32, "split": 1},
+        {"window": 32, "scale": 0.0},
+        {"window": 64, "documents": "some", "batch": 2, "lengths": (70, 5)},
     ],
 )
 def test_sinks_inside_the_kernel_are_sinks_applied_afterwards(options):
@@ -265,7 +266,7 @@ def test_what_is_not_supported_is_refused_before_anything_runs(change, match):
     assert all(torch.equal(x, case.earlier) for x in grads)
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [None, 20, 64])
 def test_pages_in_an_unusual_layout_are_refused(window):
     case = Case(window=window)
     case.pages_k = case.pages_k.transpose(1, 2).contiguous().transpose(1, 2)
@@ -380,6 +381,26 @@ def test_tiles_of_keys_cover_what_a_tile_of_rows_sees(rows, repeat):
             assert all(16 <= w <= most and w & (w - 1) == 0 for w in widths)
 
 
+@pytest.mark.parametrize(
+    "options, forward, backward",
+    [
+        ({"window": 64}, True, True),
+        ({"window": 128, "dim": 128}, True, True),
+        ({"window": 100}, False, True),  # no whole tiles
+        ({"window": 64, "heads": 6}, False, True),  # three heads a group, two a tile
+        ({"window": 192, "dim": 128}, False, False),  # keys and values would not fit
+        ({"window": 64, "dim": 256}, False, False),
+        ({"window": 256, "lengths": (200,)}, False, False),  # it hides nothing
+        ({"window": None}, False, False),
+    ],
+)
+def test_which_windows_are_small(options, forward, backward):
+    case = Case(**({"lengths": (500,)} | options))
+    problem = triton_problem.Problem.of(case.q, case.k, case.v, case.geometry)
+    assert problem.at_once is backward
+    assert triton_window_launch.serves_forward(problem) is forward
+
+
 @pytest.mark.parametrize("dim", [192, 256])
 def test_a_small_window_of_wide_heads(dim):
     case = Case(dim=dim, window=64, tokens=10, heads=2, groups=1, lengths=(100,))
@@ -392,14 +413,14 @@ def test_a_small_window_of_wide_heads(dim):
 def test_a_window_with_the_tiles_of_the_table(repeat, accumulate):
     """Past, the edge between past and own block, and rows that see their own block only; uneven lengths."""
     case = Case(
-        batch=2, tokens=120, heads=repeat, groups=1, lengths=(200, 9), window=40, page=64, dtype=torch.float16,
+        batch=2, tokens=120, heads=repeat, groups=1, lengths=(200, 9), window=64, page=64, dtype=torch.float16,
         grad_dtype=torch.float32,
     )  # fmt: skip
     case.check(case.run(triton_attention, accumulate=accumulate))
 
 
 def test_a_window_reads_memory_that_starts_anywhere():
-    case = Case(tokens=20, heads=8, groups=1, lengths=(70,), window=12, dtype=torch.float16)
+    case = Case(tokens=20, heads=8, groups=1, lengths=(70,), window=64, dtype=torch.float16)
     plain = case.run(triton_attention)
     for name in ("q", "k", "v", "dout"):
         x = getattr(case, name)

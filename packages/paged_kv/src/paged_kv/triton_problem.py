@@ -155,8 +155,8 @@ class Partial:
 class Rows:
     """What the backward reads of each row.
 
-    Shapes: q, dout [B * G, M, D] where they were laid out by rows, else [B, C, H, D]; lse (base 2), delta [B * G, M or
-        more] float32; M = C * R
+    Shapes: q, dout [B * G, M, D] and lse (base 2), delta [B * G, M or more] float32 where they were laid out by rows,
+        M = C * R; else q, dout [B, C, H, D] and lse, delta [B * H, C or more]
     """
 
     q: Tensor

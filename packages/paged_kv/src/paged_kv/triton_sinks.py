@@ -40,8 +40,9 @@ def sinks_grad(p: Problem, rows: Rows, sinks: Tensor) -> Tensor:
     """
     grad = torch.empty_like(sinks, memory_format=torch.contiguous_format)
     block = max(16, min(2048, triton.next_power_of_2(p.tokens)))
+    groups = rows.lse.shape[0] // p.batch  # rows come group by group, or head by head
     _sinks_bwd_kernel[(sinks.numel(),)](
         rows.lse, rows.delta, sinks.contiguous(), grad, p.batch, p.tokens, rows.lse.shape[1],
-        GROUPS=p.groups, REPEAT=p.repeat, BLOCK=block, num_warps=8,
+        GROUPS=groups, REPEAT=sinks.numel() // groups, BLOCK=block, num_warps=8,
     )  # fmt: skip
     return grad

@@ -38,14 +38,14 @@ _HOPPER = {
     ("dq", 128): Tile(128, 128, 8, 2),
     ("dq", 256): Tile(128, 64, 8, 1),
 }
-# The kernels of triton_window.py; `keys` is the widest tile, for "window dkdv" the tile that a program owns. Head
-# dim 64 was measured, 128 was not.
+# The kernels for small windows. `keys` is how many queries a tile of "window fwd" has (of rows / keys heads), the
+# widest tile of "window dq", and what a program of "window dkdv" owns. Head dim 64 was measured, 128 was not.
 _WINDOW = {
-    ("window fwd", 64): Tile(64, 64, 4, 1, per_sm=4),
-    ("window fwd", 128): Tile(64, 64, 8, 1),
+    ("window fwd", 64): Tile(64, 32, 4, 1, per_sm=4),
+    ("window fwd", 128): Tile(64, 32, 4, 1, per_sm=2),
     ("window dq", 64): Tile(64, 64, 4, 1, per_sm=4),
     ("window dq", 128): Tile(64, 32, 8, 1),
-    ("window dkdv", 64): Tile(64, 64, 4, 2),
+    ("window dkdv", 64): Tile(64, 64, 4, 3, per_sm=2),
     ("window dkdv", 128): Tile(64, 64, 8, 2),
 }
 # Chips with 100 KiB of shared memory for a program, or without asynchronous matrix instructions.

@@ -1,9 +1,9 @@
-"""Kernels for windows of a few tiles, where launches take microseconds and memory is what bounds them.
+"""The backward for small windows, where launches take microseconds and latency is what bounds them.
 
-A tile of neighbouring queries of one KV head sees `window + queries - 1` keys. A program of the forward and of dQ reads
-them all at once, wherever they lie (pages or own block), so that there is no loop: the scores of a row are together in
-registers, its softmax is a plain one, and only the tiles of keys at either edge of the window are masked. What the
-backward needs of a row (LSE, delta) is made by dQ on its way and read by dK, dV, whose programs own a tile of keys.
+A tile of neighbouring queries of one KV head sees `window + queries - 1` keys. A program of dQ reads them all at once,
+wherever they lie (pages or own block), so that there is no loop, and only the tiles of keys at either edge of the
+window are masked. What the gradients of keys need of a row (LSE, delta) is made by dQ on its way. A program of dK, dV
+owns a tile of keys and takes the queries that see one of them, head by head, masked where window or diagonal cut.
 Places of keys and queries count from the chunk's first token: negative ones are past.
 
 Letters: B batch · C chunk tokens · P tokens a page · H query heads · G KV heads · R = H / G · D head dim · W window
@@ -92,104 +92,16 @@ def _hide(
 
 
 @triton.jit
-def _window_fwd(
-    q_ptrs, row_low, behind, k_own, v_own, k_pages, v_pages, table_ptr, base, length, first, columns, tokens, batch,
-    group, scale_log2, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, STARTS: tl.constexpr, WIDTHS: tl.constexpr,
-    EDGES: tl.constexpr, DOCUMENTS: tl.constexpr, PAST: tl.constexpr,
-):  # fmt: skip
-    """Softmax over the keys at [base, base + sum(WIDTHS)), of which row r sees [row_low[r], behind[r] + WINDOW).
-
-    Returns: the sum of weighted values, the largest score and the sum of weights of each row. Scores are in base 2.
-    """
-    k_tiles, v_tiles, exists = _window_tiles(k_own, v_own, k_pages, v_pages, table_ptr, base, length, first, columns,
-                                             tokens, batch, group, GROUPS, HEAD_DIM, DIM, PAGE, STARTS, WIDTHS,
-                                             PAST)  # fmt: skip
-    inside = (tl.arange(0, DIM) < HEAD_DIM)[None, :]
-    q = tl.load(q_ptrs, mask=inside, other=0.0)
-    scores = ()
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for i in tl.static_range(len(WIDTHS)):
-        s = tl.dot(q, k_tiles[i].T, input_precision="ieee")
-        if PAST or DOCUMENTS or EDGES[i]:
-            s = _hide(s * scale_log2, float("-inf"), exists[i], row_low, behind, WINDOW, QUERIES, STARTS[i], WIDTHS[i],
-                      PAST or DOCUMENTS)  # fmt: skip
-            top = tl.maximum(top, tl.max(s, 1))
-        else:
-            top = tl.maximum(top, tl.max(s, 1) * scale_log2)
-        scores += (s,)  # type: ignore[assignment]
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-    for i in tl.static_range(len(WIDTHS)):
-        if PAST or DOCUMENTS or EDGES[i]:
-            p = tl.math.exp2(scores[i] - shift[:, None])
-        else:
-            p = tl.math.exp2(scores[i] * scale_log2 - shift[:, None])
-        l += tl.sum(p, 1)
-        acc = tl.dot(p.to(q.dtype), v_tiles[i], acc, input_precision="ieee")
-    return acc, top, l
-
-
-@triton.jit(do_not_specialize=["one_length", "tokens", "columns", "first"])
-def _window_fwd_kernel(
-    q_ptr, k_own, v_own, k_pages, v_pages, slots_ptr, lengths_ptr, documents_ptr, sinks_ptr, out_ptr, lse_ptr,
-    one_length, tokens, columns, first, scale_log2,
-    GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, STARTS: tl.constexpr, WIDTHS: tl.constexpr,
-    EDGES: tl.constexpr, DOCUMENTS: tl.constexpr, UNIFORM: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Grid: (row tiles * G, B), groups innermost: programs that run together read neighbouring memory."""
-    tile_m = tl.program_id(0) // GROUPS
-    group = tl.program_id(0) % GROUPS
-    batch = tl.program_id(1)
-    HEADS: tl.constexpr = GROUPS * REPEAT
-    offsets, stats, query, valid = _row_places(tile_m, batch, group, tokens, REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M)
-    inside = (tl.arange(0, DIM) < HEAD_DIM)[None, :]
-    first_query = tile_m * BLOCK_M // REPEAT
-    base = first_query - WINDOW + 1
-    length = one_length
-    if not UNIFORM:
-        length = tl.load(lengths_ptr + batch)
-    table = slots_ptr + batch.to(tl.int64) * columns
-    behind = query - first_query
-    row_low = behind
-    if DOCUMENTS:
-        row_low = tl.maximum(row_low, tl.load(documents_ptr + batch * tokens + query) - length - base)
-    sink = 0.0
-    if SINKS:
-        sink = tl.load(sinks_ptr + group * REPEAT + (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)) % REPEAT)
-        sink = sink.to(tl.float32) * 1.4426950408889634
-    if base >= 0:
-        acc, m, l = _window_fwd(q_ptr + offsets, row_low, behind, k_own, v_own, k_pages, v_pages, table, base, length,
-                                first, columns, tokens, batch, group, scale_log2, GROUPS, HEAD_DIM, DIM, PAGE, BLOCK_M,
-                                WINDOW, QUERIES, STARTS, WIDTHS, EDGES, DOCUMENTS, False)  # fmt: skip
-    else:
-        acc, m, l = _window_fwd(q_ptr + offsets, row_low, behind, k_own, v_own, k_pages, v_pages, table, base, length,
-                                first, columns, tokens, batch, group, scale_log2, GROUPS, HEAD_DIM, DIM, PAGE, BLOCK_M,
-                                WINDOW, QUERIES, STARTS, WIDTHS, EDGES, DOCUMENTS, True)  # fmt: skip
-    if SINKS:  # one more logit, whose value is zero
-        top = tl.maximum(m, sink)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        shrink = tl.math.exp2(m - top)
-        l = l * shrink + tl.math.exp2(sink - top)
-        acc = acc * shrink[:, None]
-        m = top
-    unseen = l == 0.0
-    out = acc * (1.0 / tl.where(unseen, 1.0, l))[:, None]
-    lse = tl.where(unseen, float("-inf"), (m + tl.math.log2(tl.where(unseen, 1.0, l))) * 0.6931471805599453)
-    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & inside)
-    tl.store(lse_ptr + stats, lse, mask=valid)
-
-
-@triton.jit
 def _window_dq(
     q_ptrs, dout_ptrs, out_ptrs, lse, row_low, behind, k_own, v_own, k_pages, v_pages, table_ptr, base, length, first,
     columns, tokens, batch, group, scale_log2, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, STARTS: tl.constexpr,
     WIDTHS: tl.constexpr, EDGES: tl.constexpr, DOCUMENTS: tl.constexpr, PAST: tl.constexpr,
 ):  # fmt: skip
-    """dQ before scaling, and delta = rowsum(dout * out); the arguments mean what they mean in `_window_fwd`."""
+    """dQ before scaling, and delta = rowsum(dout * out).
+
+    Keys are those at [base, base + sum(WIDTHS)), of which row r sees [row_low[r], behind[r] + WINDOW).
+    """
     k_tiles, v_tiles, exists = _window_tiles(k_own, v_own, k_pages, v_pages, table_ptr, base, length, first, columns,
                                              tokens, batch, group, GROUPS, HEAD_DIM, DIM, PAGE, STARTS, WIDTHS,
                                              PAST)  # fmt: skip
@@ -213,14 +125,14 @@ def _window_dq(
 @triton.jit(do_not_specialize=["one_length", "tokens", "columns", "first"])
 def _window_dq_kernel(
     q_ptr, dout_ptr, out_ptr, lse_ptr, k_own, v_own, k_pages, v_pages, slots_ptr, lengths_ptr, documents_ptr,
-    lse_rows_ptr, delta_rows_ptr, dq_ptr, one_length, tokens, columns, first, scale, scale_log2,
+    lse_rows_ptr, delta_rows_ptr, dq_ptr, one_length, tokens, padded, columns, first, scale, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, STARTS: tl.constexpr, WIDTHS: tl.constexpr,
     EDGES: tl.constexpr, DOCUMENTS: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row tiles * G, B). Leaves LSE in base 2 and delta = rowsum(dout * out) by rows, [B * G, M].
+    """Grid: (row tiles * G, B). Leaves LSE in base 2 and delta = rowsum(dout * out), head by head, [B * H, padded].
 
-    Rows that see nothing get LSE = +inf: their probabilities are zero from then on.
+    Rows that see nothing, and those behind the end, get LSE = +inf: their probabilities are zero from then on.
     """
     tile_m = tl.program_id(0) // GROUPS
     group = tl.program_id(0) % GROUPS
@@ -251,67 +163,82 @@ def _window_dq_kernel(
                                scale_log2, GROUPS, HEAD_DIM, DIM, PAGE, BLOCK_M, WINDOW, QUERIES, STARTS, WIDTHS,
                                EDGES, DOCUMENTS, True)  # fmt: skip
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    place = (batch * GROUPS + group).to(tl.int64) * tokens * REPEAT + rows
-    tl.store(lse_rows_ptr + place, lse, mask=valid)
-    tl.store(delta_rows_ptr + place, delta, mask=valid)
+    place = (batch * HEADS + group * REPEAT + rows % REPEAT).to(tl.int64) * padded + rows // REPEAT
+    tl.store(lse_rows_ptr + place, tl.where(valid, lse, float("inf")), mask=rows < padded * REPEAT)
+    tl.store(delta_rows_ptr + place, tl.where(valid, delta, 0.0), mask=rows < padded * REPEAT)
     tl.store(dq_ptr + offsets, (dq * scale).to(dq_ptr.dtype.element_ty), mask=valid[:, None] & inside)
 
 
 @triton.jit
-def _window_key_tile(
-    k, v, place, batch, group, q_rows, dout_rows, documents_ptr, lse_ptr, delta_ptr, length, tokens, scale_log2,
-    GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+def _window_queries(
+    dk, dv, k, v, key, from_block, to_block, batch, group, q_rows, dout_rows, documents_ptr, lse_ptr, delta_ptr,
+    length, tokens, padded, scale_log2, GROUPS: tl.constexpr, REPEAT: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, DIAGONAL: tl.constexpr, EDGE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dK before scaling and dV of the keys at [place, place + BLOCK_N), from all queries that see one of them."""
-    HEADS: tl.constexpr = GROUPS * REPEAT
-    key = place + tl.arange(0, BLOCK_N)
-    first_query = tl.maximum(place, 0)
-    last_query = tl.minimum(place + BLOCK_N - 1 + WINDOW, tokens)
-    steps = tl.cdiv((last_query - first_query) * REPEAT, BLOCK_M)
-    block = (batch * GROUPS + group).to(tl.int64) * tokens * REPEAT
-    dims = tl.arange(0, DIM)
-    dk = tl.zeros([BLOCK_N, DIM], tl.float32)
-    dv = tl.zeros([BLOCK_N, DIM], tl.float32)
-    for step in tl.range(0, steps, num_stages=STAGES):
-        rows = first_query * REPEAT + step * BLOCK_M + tl.arange(0, BLOCK_M)
-        query = rows // REPEAT
-        there = query < tokens
-        if TMA:  # a tile is whole queries of this group, a box of [B, C, H, D]
-            q = q_rows.load([batch, first_query + step * (BLOCK_M // REPEAT), group * REPEAT, 0])
-            q = q.reshape(BLOCK_M, DIM)
-            dout = dout_rows.load([batch, first_query + step * (BLOCK_M // REPEAT), group * REPEAT, 0])
-            dout = dout.reshape(BLOCK_M, DIM)
-        else:
-            row = (batch * tokens).to(tl.int64) + tl.minimum(query, tokens - 1)
-            row = row * HEADS + group * REPEAT + rows % REPEAT
-            offsets = row[:, None] * HEAD_DIM + dims[None, :]
-            q = tl.load(q_rows + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-            dout = tl.load(dout_rows + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-        lse = tl.load(lse_ptr + block + rows, mask=there, other=float("inf"))
-        delta = tl.load(delta_ptr + block + rows, mask=there, other=0.0)
+    """Add what blocks [from_block, to_block) of BLOCK_M queries give to the keys' dK and dV, all heads of the group.
+
+    DIAGONAL: some queries come before a key. EDGE: some keys lie before a query's window.
+    """
+    for step in tl.range(0, (to_block - from_block) * REPEAT, num_stages=STAGES):
+        first_query = (from_block + step // REPEAT) * BLOCK_M
+        head = group * REPEAT + step % REPEAT
+        q = q_rows.load([batch, first_query, head, 0]).reshape(BLOCK_M, DIM)
+        dout = dout_rows.load([batch, first_query, head, 0]).reshape(BLOCK_M, DIM)
+        row = (batch * GROUPS * REPEAT + head).to(tl.int64) * padded + first_query + tl.arange(0, BLOCK_M)
+        lse = tl.load(lse_ptr + row)
+        delta = tl.load(delta_ptr + row)
         s = tl.dot(k, q.T, input_precision="ieee")
-        p = tl.math.exp2(s * scale_log2 - lse[None, :])
-        behind = query[None, :] - key[:, None]
-        seen = (behind >= 0) & (behind < WINDOW)
-        if DOCUMENTS:
-            document = tl.load(documents_ptr + batch * tokens + query, mask=there, other=0)
-            seen = seen & (document[None, :] <= length + key[:, None])
-        p = tl.where(seen, p, 0.0)
         dp = tl.dot(v, dout.T, input_precision="ieee")
+        p = tl.math.exp2(s * scale_log2 - lse[None, :])
+        column = tl.arange(0, BLOCK_M)[None, :]
+        if DIAGONAL:
+            p = tl.where(column >= (key - first_query)[:, None], p, 0.0)
+        if EDGE:
+            p = tl.where(column < (key - first_query + WINDOW)[:, None], p, 0.0)
+        if DOCUMENTS:
+            query = first_query + tl.arange(0, BLOCK_M)
+            document = tl.load(documents_ptr + batch * tokens + query, mask=query < tokens, other=0)
+            p = tl.where(document[None, :] <= length + key[:, None], p, 0.0)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
         ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
 
+@triton.jit
+def _window_key_tile(
+    k, v, place, batch, group, q_rows, dout_rows, documents_ptr, lse_ptr, delta_ptr, length, tokens, padded,
+    scale_log2, GROUPS: tl.constexpr, REPEAT: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dK before scaling and dV of the keys at [place, place + BLOCK_N), from all queries that see one of them."""
+    dk = tl.zeros([BLOCK_N, DIM], tl.float32)
+    dv = tl.zeros([BLOCK_N, DIM], tl.float32)
+    key = place + tl.arange(0, BLOCK_N)
+    start = tl.maximum(place, 0) // BLOCK_M
+    end = tl.maximum(tl.cdiv(tl.minimum(place + BLOCK_N - 1 + WINDOW, tokens), BLOCK_M), start)
+    middle = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(place + BLOCK_N - 1, 0), BLOCK_M), start), end)
+    rest = tl.minimum(tl.maximum(tl.maximum(place + WINDOW, 0) // BLOCK_M, middle), end)
+    BOTH: tl.constexpr = WINDOW <= BLOCK_M + BLOCK_N - 2  # no room for a tile between the diagonal and the edge
+    dk, dv = _window_queries(dk, dv, k, v, key, start, middle, batch, group, q_rows, dout_rows, documents_ptr, lse_ptr,
+                             delta_ptr, length, tokens, padded, scale_log2, GROUPS, REPEAT, DIM, BLOCK_M, WINDOW,
+                             DOCUMENTS, True, BOTH, STAGES)  # fmt: skip
+    dk, dv = _window_queries(dk, dv, k, v, key, middle, rest, batch, group, q_rows, dout_rows, documents_ptr, lse_ptr,
+                             delta_ptr, length, tokens, padded, scale_log2, GROUPS, REPEAT, DIM, BLOCK_M, WINDOW,
+                             DOCUMENTS, False, False, STAGES)  # fmt: skip
+    return _window_queries(dk, dv, k, v, key, rest, end, batch, group, q_rows, dout_rows, documents_ptr, lse_ptr,
+                           delta_ptr, length, tokens, padded, scale_log2, GROUPS, REPEAT, DIM, BLOCK_M, WINDOW,
+                           DOCUMENTS, BOTH, True, STAGES)  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["batch_first", "one_length", "tokens", "columns", "first", "past_tiles"])
 def _window_dkdv_kernel(
     q_rows, dout_rows, k_own, v_own, k_pages, v_pages, slots_ptr, grad_slots_ptr, lengths_ptr, documents_ptr,
     lse_ptr, delta_ptr, dk_pages_ptr, dv_pages_ptr, dk_own_ptr, dv_own_ptr,
-    batch_first, one_length, tokens, columns, first, past_tiles, scale, scale_log2,
+    batch_first, one_length, tokens, padded, columns, first, past_tiles, scale, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     UNIFORM: tl.constexpr, PAST: tl.constexpr, ATOMIC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: ((key tiles of the past, then of the own block) * G, sequences from `batch_first` on).
@@ -335,8 +262,8 @@ def _window_dkdv_kernel(
         k = tl.load(k_own + offsets, mask=exists, other=0.0)
         v = tl.load(v_own + offsets, mask=exists, other=0.0)
         dk, dv = _window_key_tile(k, v, place, batch, group, q_rows, dout_rows, documents_ptr, lse_ptr, delta_ptr,
-                                  length, tokens, scale_log2, GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, BLOCK_N, WINDOW,
-                                  DOCUMENTS, TMA, STAGES)  # fmt: skip
+                                  length, tokens, padded, scale_log2, GROUPS, REPEAT, DIM, BLOCK_M, BLOCK_N, WINDOW,
+                                  DOCUMENTS, STAGES)  # fmt: skip
         _put_rows(dk_own_ptr, offsets, exists, dk * scale, False, ATOMIC)
         _put_rows(dv_own_ptr, offsets, exists, dv, False, ATOMIC)
     elif PAST:
@@ -350,8 +277,8 @@ def _window_dkdv_kernel(
         k = tl.load(k_pages + offsets, mask=exists, other=0.0)
         v = tl.load(v_pages + offsets, mask=exists, other=0.0)
         dk, dv = _window_key_tile(k, v, place, batch, group, q_rows, dout_rows, documents_ptr, lse_ptr, delta_ptr,
-                                  length, tokens, scale_log2, GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, BLOCK_N, WINDOW,
-                                  DOCUMENTS, TMA, STAGES)  # fmt: skip
+                                  length, tokens, padded, scale_log2, GROUPS, REPEAT, DIM, BLOCK_M, BLOCK_N, WINDOW,
+                                  DOCUMENTS, STAGES)  # fmt: skip
         offsets = grad_row[:, None] * HEAD_DIM + dims
         _put_rows(dk_pages_ptr, offsets, exists, dk * scale, True, ATOMIC)
         _put_rows(dv_pages_ptr, offsets, exists, dv, True, ATOMIC)

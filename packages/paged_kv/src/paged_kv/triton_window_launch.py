@@ -18,7 +18,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .past import Segment
 from .triton_problem import Problem, Rows, check_pages
 from .triton_tiles import Tile
-from .triton_window import _window_dkdv_kernel, _window_dq_kernel, _window_fwd_kernel
+from .triton_window import _window_dkdv_kernel, _window_dq_kernel
+from .triton_window_forward import _window_fwd_kernel
 
 _LOG2E = math.log2(math.e)
 
@@ -48,26 +49,40 @@ class _Keys:
         return _Keys(segment.k, segment.v, slots, slots.shape[1], first, lengths, documents)
 
 
+def serves_forward(p: Problem) -> bool:
+    """Whether the window and the heads of a group are whole tiles of the forward's."""
+    if not p.at_once:
+        return False
+    tile = p.tile("window fwd")
+    return p.window % tile.keys == 0 and p.repeat % (tile.rows // tile.keys) == 0
+
+
 def window_forward(p: Problem, segment: Segment | None, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
-    """The whole forward in one launch: past, own block, sinks."""
+    """The whole forward in one launch: past, own block, sinks. A tile is `keys` queries of `rows / keys` heads."""
     tile = p.tile("window fwd")
     keys = _Keys.of(p, segment)
-    _window_fwd_kernel[triton.cdiv(p.rows, tile.rows) * p.groups, p.batch](
-        p.q, p.k, p.v, keys.k, keys.v, keys.slots, keys.lengths, keys.documents,
-        lse if sinks is None else sinks, out, lse,
-        p.length or 0, p.tokens, keys.columns, keys.first, p.geometry.scale * _LOG2E,
-        SINKS=sinks is not None, **_row_constants(p, tile),
+    constants = _constants(p, tile)
+    del constants["WINDOW"]
+    heads = tile.rows // tile.keys
+    _window_fwd_kernel[triton.cdiv(p.tokens, tile.keys) * p.groups, p.batch](
+        _boxes(p.q, tile.keys, heads), p.k, p.v, keys.k, keys.v, keys.slots, keys.lengths, keys.documents,
+        lse if sinks is None else sinks, _boxes(out, tile.keys, heads), lse,
+        p.length or 0, p.tokens, keys.columns, keys.first, max(p.geometry.scale * _LOG2E, 1e-30),
+        QUERIES=tile.keys, LAST=p.window // tile.keys, SINKS=sinks is not None, STAGES=tile.stages, **constants,
     )  # fmt: skip
 
 
 def window_dq(p: Problem, segment: Segment | None, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor) -> Rows:
-    """dQ, and what the gradient of keys and sinks needs of each row."""
+    """dQ, and what the gradient of keys and sinks needs of each row: LSE and delta [B * H, C padded to whole tiles]."""
     tile = p.tile("window dq")
     keys = _Keys.of(p, segment)
-    row_lse, delta = (torch.empty(p.batch * p.groups, p.rows, device=p.q.device, dtype=torch.float32) for _ in range(2))
-    _window_dq_kernel[triton.cdiv(p.rows, tile.rows) * p.groups, p.batch](
+    whole = p.tile("window dkdv").rows
+    padded = triton.cdiv(p.tokens, whole) * whole
+    shape = (p.batch * p.groups * p.repeat, padded)
+    row_lse, delta = (torch.empty(shape, device=p.q.device, dtype=torch.float32) for _ in range(2))
+    _window_dq_kernel[triton.cdiv(padded * p.repeat, tile.rows) * p.groups, p.batch](
         p.q, dout, out, lse, p.k, p.v, keys.k, keys.v, keys.slots, keys.lengths, keys.documents, row_lse, delta, dq,
-        p.length or 0, p.tokens, keys.columns, keys.first, p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
+        p.length or 0, p.tokens, padded, keys.columns, keys.first, p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
         **_row_constants(p, tile),
     )  # fmt: skip
     return Rows(p.q, dout, row_lse, delta)
@@ -83,28 +98,25 @@ def window_dkdv(p: Problem, rows: Rows, segment: Segment | None, dk: Tensor, dv:
         assert segment.dk is not None and segment.dv is not None and segment.grad_slots is not None
         past_tiles = triton.cdiv(min(p.window - 1, max(p.geometry.lengths)), tile.keys)
         pages_dk, pages_dv, grad_slots = segment.dk, segment.dv, segment.grad_slots.contiguous()
-    queries = tile.rows // p.repeat
-    aligned = all(x.data_ptr() % 16 == 0 for x in (p.q, rows.dout))
-    whole = aligned and p.repeat & (p.repeat - 1) == 0 and queries > 0
-    sources = [_queries(x, queries, p.repeat) if whole else x for x in (p.q, rows.dout)]
     programs = (past_tiles + triton.cdiv(p.tokens, tile.keys)) * p.groups
     # Sequences that may share a page must not add to it at the same time.
     together = p.batch == 1 or segment is None or p.disjoint(segment)
     for batch, count in [(0, p.batch)] if together else [(b, 1) for b in range(p.batch)]:
         _window_dkdv_kernel[programs, count](
-            *sources, p.k, p.v, keys.k, keys.v, keys.slots, grad_slots, keys.lengths, keys.documents,
-            rows.lse, rows.delta, pages_dk, pages_dv, dk, dv,
-            batch, p.length or 0, p.tokens, keys.columns, keys.first, past_tiles,
+            _boxes(p.q, tile.rows), _boxes(rows.dout, tile.rows), p.k, p.v, keys.k, keys.v, keys.slots, grad_slots,
+            keys.lengths, keys.documents, rows.lse, rows.delta, pages_dk, pages_dv, dk, dv,
+            batch, p.length or 0, p.tokens, rows.lse.shape[1], keys.columns, keys.first, past_tiles,
             p.geometry.scale, p.geometry.scale * _LOG2E,
-            BLOCK_N=tile.keys, TMA=whole, PAST=past_tiles > 0, ATOMIC=accumulate == "atomic",
-            STAGES=tile.stages,
+            BLOCK_N=tile.keys, PAST=past_tiles > 0, ATOMIC=accumulate == "atomic", STAGES=tile.stages,
             **_constants(p, tile),
         )  # fmt: skip
 
 
-def _queries(x: Tensor, queries: int, repeat: int) -> TensorDescriptor:
-    """Boxes of whole queries of one KV head in [B, C, H, D]."""
-    return TensorDescriptor.from_tensor(x, [1, queries, repeat, triton.next_power_of_2(x.shape[3])])
+def _boxes(x: Tensor, queries: int, heads: int = 1) -> TensorDescriptor:
+    """Boxes of neighbouring queries and heads in [B, C, H, D]."""
+    if x.data_ptr() % 16:
+        x = x.clone()
+    return TensorDescriptor.from_tensor(x, [1, queries, heads, triton.next_power_of_2(x.shape[3])])
 
 
 def _constants(p: Problem, tile: Tile) -> dict[str, Any]:
