@@ -19,7 +19,7 @@ STATED = {
     (80, "fwd"): 200, (80, "dkdv"): 200, (80, "dq"): 300,
     (89, "fwd"): 200, (89, "dkdv"): 200, (89, "dq"): 300,
     (90, "fwd"): 250, (90, "dkdv"): 550, (90, "dq"): 300,
-    (90, "window fwd"): 250, (90, "window dq"): 200, (90, "window dkdv"): 150,
+    (90, "window fwd"): 150, (90, "window dq"): 200, (90, "window dkdv"): 250,
     (100, "fwd"): 250, (100, "dkdv"): 100, (100, "dq"): 100,
 }  # fmt: skip
 STATED_FLOAT32 = 12000
