@@ -228,9 +228,11 @@ def draw(result: dict, path: Path) -> None:
         axes.set(xlabel="step", ylabel="nats a token", title=f"held-out loss of {what}")
         for tokens, end in result["stages"]:
             axes.axvline(end, color="lightgrey", linewidth=0.8)
-            axes.text(end, axes.get_ylim()[1], f"{tokens:,} tokens ", ha="right", va="top", fontsize=7, color="grey")
-    panels[0].axhline(math.log(result["task"]["values"]), color="grey", linestyle=":", label="a guess")
-    panels[0].legend(frameon=False)
+            axes.text(end, 0.97, f"{tokens:,} tokens", rotation=90, ha="right", va="top", fontsize=7, color="grey",
+                      transform=axes.get_xaxis_transform())  # fmt: skip
+    panels[0].axhline(math.log(result["task"]["values"]), color="grey", linestyle=":")
+    panels[0].text(0, math.log(result["task"]["values"]), " a guess", va="bottom", fontsize=8, color="grey")
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     table, axes = result["recall"], panels[2]
     ways = list(dict.fromkeys(way for row in table.values() for way in row))
     shares = [[row.get(way, math.nan) for way in ways] for row in table.values()]

@@ -1,7 +1,12 @@
-"""The pictures of docs/how-it-works.md: `python docs/pictures.py` draws them into docs/pictures/."""
+"""The pictures of these pages: `python docs/pictures.py` draws them into docs/pictures/.
+
+Those of measurements are drawn from the files in benchmarks/results/, by the benchmarks that measured them.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -9,6 +14,8 @@ from matplotlib.figure import Figure
 
 from oomb.eta import ModelWork, passes
 
+ROOT = Path(__file__).parents[1]
+MEASURED = {"recall": "recall_cpu_2026-11-29"}  # benchmark -> the result that is drawn
 FILL, WALK, PAGES = "#4c78a8", "#e45756", "#c9d6e8"
 
 
@@ -50,8 +57,19 @@ def draw_cost(path: Path, tokens: int = 131072, total: int = 63) -> None:
     figure.savefig(path)
 
 
+def draw_measured(name: str, path: Path) -> None:
+    """What a benchmark found, drawn by its own `draw`."""
+    import importlib
+
+    sys.path.insert(0, str(ROOT))  # the benchmarks are scripts of the repository, not of a package
+    result = json.loads((ROOT / "benchmarks" / "results" / f"{MEASURED[name]}.json").read_text(encoding="utf-8"))
+    importlib.import_module(f"benchmarks.{name}").draw(result, path)
+
+
 if __name__ == "__main__":
     folder = Path(__file__).with_name("pictures")
     folder.mkdir(exist_ok=True)
     draw_passes(folder / "passes.png")
     draw_cost(folder / "cost.png")
+    for name in MEASURED:
+        draw_measured(name, folder / f"{name}.png")

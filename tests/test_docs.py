@@ -5,6 +5,7 @@ The commands are those of the page; what would take long is made small by settin
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import re
@@ -121,7 +122,9 @@ def test_the_pictures_are_drawn(tmp_path, monkeypatch):
     import runpy
 
     module = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
-    for name in ("passes", "cost"):
-        module[f"draw_{name}"](tmp_path / f"{name}.png")
+    drawn = {name: module[f"draw_{name}"] for name in ("passes", "cost")}
+    drawn |= {name: functools.partial(module["draw_measured"], name) for name in module["MEASURED"]}
+    for name, draw in drawn.items():
+        draw(tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
         assert (ROOT / "docs" / "pictures" / f"{name}.png").exists()
