@@ -11,7 +11,7 @@ weights at the start, sees the same batches and learns text and answers alike; t
     sparse      the page of its own, some before it, and the best by score (mean key, or bounds on the keys)
     recent      as many pages in all, the latest ones: it cannot see the cards and must fail
 
-They begin with short sequences (eight tokens for each pair, in which all of them see nearly everything), then
+They begin with short sequences (eight tokens for each pair, in which all of them see everything), then
 longer ones.
 
 Recall is judged by generating: the last sixteenth of each sequence goes through the model token by token over a
