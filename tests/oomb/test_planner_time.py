@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.models import VOCAB, build, configs
+from tests.models import COMMON, VOCAB, build, configs
 from tests.oomb.test_planner import H200, MEASURED, SEVEN, SYSTEMS
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2Config
 
-from oomb import ChunkConfig, chunked_backward, plan
+from oomb import ChunkConfig, chunked_backward, job, plan
 from oomb.calibration import _solve, calibrate
 from oomb.cli.main import main
 from oomb.eta import Kept, ModelWork, Pass, chunk_passes
@@ -25,6 +25,7 @@ from oomb.placement import keep_costs, place
 from oomb.probe import outline
 from oomb.rates import STATED, Speeds, read_rates
 from oomb.traffic import chunk_moves, kept_of, step_seconds
+from oomb.train_config import TrainConfig
 
 GIB = 2**30
 UNIT = Speeds(Pass(1.0, 1.0, 1.0, 1.0, 1.0), 0.0, 0.0)
@@ -147,6 +148,26 @@ def test_calibration_measures_and_touches_nothing(more):
     )
     assert torch.equal(torch.get_rng_state(), state)
     assert sum(found.each) > 0 and min(found.each) >= 0 and found.link > 0 and found.update > 0
+
+
+def test_adapters_are_timed_where_the_run_has_them():
+    """peft cannot adapt every linear map of every model, so those that nobody asked for must not be tried."""
+    pytest.importorskip("peft")
+    question = {"chunk_tokens": 32, "config": ChunkConfig(page_tokens=16), "device": torch.device("cpu")}
+    mixture = MixtralConfig(**COMMON, num_local_experts=4)
+    found = calibrate(mixture, dtype=torch.float32, adapters=True, targets=["q_proj", "v_proj"], **question)
+    assert sum(found.each) > 0
+
+
+def test_a_run_begins_whether_or_not_its_speed_can_be_measured(monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("no time for this")
+
+    monkeypatch.setattr(job, "calibrate", fails)
+    config = TrainConfig.from_settings({"model": "tiny", "context": 256, "data": "stdlib", "output": "out"})
+    with pytest.warns(UserWarning, match="no time for this"):
+        found = job.plan_step(config, configs()["qwen3"], torch.device("cpu"))
+    assert found.seconds is None and found.obstacle is None
 
 
 def test_a_plan_is_followed():

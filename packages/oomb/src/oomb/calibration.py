@@ -34,6 +34,7 @@ class _Question:
     dtype: torch.dtype
     autocast: torch.dtype | None
     adapters: bool
+    targets: str | list[str]
 
 
 def calibrate(
@@ -45,6 +46,7 @@ def calibrate(
     dtype: torch.dtype,
     autocast: torch.dtype | None = None,
     adapters: bool = False,
+    targets: str | list[str] = "all-linear",
 ) -> Speeds:
     """Time steps of a model like this one with two and four layers, random weights, over two and five chunks.
 
@@ -53,7 +55,7 @@ def calibrate(
     """
     # pages stay where they are asked to be: gathered from the host they cost otherwise than read in place
     chunks = replace(config, gpu_keep_budget_bytes="auto", host_budget_bytes="auto", first_sparse_layer=0)
-    question = _Question(chunks, device, dtype, autocast, adapters)
+    question = _Question(chunks, device, dtype, autocast, adapters, targets)
     with quiet(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         rows: list[tuple[Pass, float]] = []
         update = 0.0
@@ -89,7 +91,7 @@ def _small(model_config: PretrainedConfig, layers: int, question: _Question) -> 
         return model.train()
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")).train()
+    return get_peft_model(model, LoraConfig(target_modules=question.targets, task_type="CAUSAL_LM")).train()
 
 
 def _affordable(model: Any, chunk_tokens: int, question: _Question) -> int:

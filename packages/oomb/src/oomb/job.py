@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,7 +18,7 @@ from oomb.calibration import calibrate
 from oomb.checkpoint import check_replaceable
 from oomb.config import ChunkConfig
 from oomb.data import Source, find_source
-from oomb.model_loading import load_config, load_model, load_tokenizer
+from oomb.model_loading import adapter_targets, load_config, load_model, load_tokenizer
 from oomb.planner import StepPlan, plan
 from oomb.rates import Rates, Speeds, read_rates
 from oomb.resume import checkpoints, find_checkpoint
@@ -104,13 +105,19 @@ def plan_step(config: TrainConfig, model_config: PretrainedConfig, device: torch
     elsewhere = config.gpu_memory_bytes is not None
     adapters = config.adapter != "none"
 
-    def measured(chunk_tokens: int) -> Speeds:
-        return calibrate(
-            model_config, chunk_tokens=chunk_tokens, config=config.chunks, device=device, dtype=dtype,
-            autocast=autocast, adapters=adapters,
-        )  # fmt: skip
+    def measured(chunk_tokens: int) -> Speeds | None:
+        try:
+            return calibrate(
+                model_config, chunk_tokens=chunk_tokens, config=config.chunks, device=device, dtype=dtype,
+                autocast=autocast, adapters=adapters, targets=adapter_targets(config),
+            )  # fmt: skip
+        except Exception as error:  # a run does not depend on it; what is wrong with the run itself its first step says
+            warnings.warn(
+                f"a step's seconds are not foretold: the short steps that are timed failed: {error}", stacklevel=2
+            )
+            return None
 
-    speeds: Rates | Callable[[int], Speeds] | None = None if config.rates == "none" or elsewhere else measured
+    speeds: Rates | Callable[[int], Speeds | None] | None = None if config.rates == "none" or elsewhere else measured
     if config.rates not in ("auto", "none"):
         speeds = read_rates(config.rates)
     return plan(

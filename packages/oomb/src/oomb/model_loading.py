@@ -104,17 +104,20 @@ def load_model(config: TrainConfig, model_config: PretrainedConfig, dtype: torch
     return (_with_adapters(model, config) if config.adapter != "none" else model).train()
 
 
+def adapter_targets(config: TrainConfig) -> str | list[str]:
+    """`lora_targets` as peft takes them."""
+    targets = config.lora_targets
+    return targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
+
+
 def _with_adapters(model: Any, config: TrainConfig) -> Any:
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
-    targets: Any = config.lora_targets
-    if targets != "all-linear":
-        targets = [name.strip() for name in targets.split(",")]
     settings = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]
         lora_dropout=config.lora_dropout,
-        target_modules=targets,
+        target_modules=adapter_targets(config),
         task_type="CAUSAL_LM",
     )
     if config.adapter == "qlora":

@@ -90,7 +90,7 @@ def plan(
     gpu_bytes: int | None = None,
     host_bytes: int | None = None,
     device: torch.device | str | None = None,
-    speeds: Rates | Callable[[int], Speeds] | None = None,
+    speeds: Rates | Callable[[int], Speeds | None] | None = None,
 ) -> StepPlan:
     """Will a training step of the whole model fit, in how much memory, and how long will it take?
 
@@ -206,7 +206,7 @@ class _Question:
             return replace(machine, host_free=None if host is None else max(host - fixed, 0))
         return replace(machine, device_free=machine.device_free - fixed)
 
-    def answer(self, speeds: Rates | Callable[[int], Speeds] | None) -> StepPlan:
+    def answer(self, speeds: Rates | Callable[[int], Speeds | None] | None) -> StepPlan:
         parts, profile, config, batch, tokens = self.parts, self.profile, self.config, self.batch, self.tokens
         parts.causal.requires_grad_(not self.adapters)
         fixed = self.fixed()
@@ -284,20 +284,23 @@ class _Question:
 
     def _seconds(
         self,
-        speeds: Rates | Callable[[int], Speeds],
+        speeds: Rates | Callable[[int], Speeds | None],
         placed: Placement,
         bounds: list[tuple[int, int]],
         chunk: int,
-    ) -> float:
+    ) -> float | None:
         c, facts = self.config, list(self.profile.layers.values())
         read = (c.top_k_pages + c.recent_pages + c.sink_pages) * c.page_tokens if c.attention == "sparse" else None
         work = ModelWork.of(self.parts.causal, read)
+        found: Speeds | None
         if isinstance(speeds, Rates):
             each = layer_bytes(self.parts.decoder, self.profile)
             head_dim = max(f.head_dim for f in facts)
             found = stated_speeds(speeds, work, layer_bytes=each, head_dim=head_dim, sparse=read is not None)
         else:
             found = speeds(chunk)
+        if found is None:
+            return None
         costs = keep_costs(self.parts, self.profile, self.batch, layered=placed.layered)
         moves = chunk_moves(c, self.profile, placed, costs, bounds)
         return step_seconds(work, bounds, placed, moves, found, batch=self.batch, learning=self.learning())
