@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.models import configs
+from tests.models import build, configs
+from tests.oomb.test_exact import tokens
+from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from oomb import ChunkConfig
+from oomb import ChunkConfig, chunked_backward, loss
 from oomb.hf import take_apart
 from oomb.memory import MARGIN, Machine, rooms, working_bytes
 from oomb.placement import chunk_length, place
 from oomb.probe import outline
+from oomb.token_losses import smoothed
 
 GIB = 2**30
 sizes = st.one_of(st.just("auto"), st.integers(1, 64 * GIB))
@@ -115,3 +119,37 @@ def test_layers_with_windows_store_few_pages():
     placed = place(config, parts, profile, bounds, batch=1, chunk_tokens=64, train=True, machine=machine)
     a_page = placed.page_bytes // 3  # of one layer
     assert placed.near_bytes == (24 + 2 * 3) * a_page  # of each chunk with a later one the last page, eight tokens
+
+
+class Packed(nn.Module):
+    """A head as quantizers leave it: no weight, only its size."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.out_features = head.out_features
+        self.register_buffer("packed", head.weight.detach().clone())
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.packed.t()
+
+
+def test_a_head_without_a_weight():
+    model, ids, config = build(configs()["llama"]), tokens(2, 29), ChunkConfig(chunk_tokens=6, page_tokens=4)
+    expected = chunked_backward(model, ids, config=config)
+    model.lm_head = Packed(model.lm_head)
+    torch.testing.assert_close(chunked_backward(model, ids, config=config), expected)
+
+
+def test_a_loss_of_ones_own_gets_smaller_tiles():
+    """It makes more of a logit than cross-entropy does, which is what a step is planned with."""
+    tiles = []
+
+    def head(rows: torch.Tensor) -> torch.Tensor:
+        tiles.append(len(rows))
+        return rows
+
+    rows, targets = torch.randn(1, 3 * 1024, 128), torch.zeros(1, 3 * 1024, dtype=torch.long)
+    with mock.patch.object(loss, "TILE_LOGITS", 2048 * 128), torch.no_grad():
+        for token_loss in (loss.cross_entropy, smoothed(0.1)):
+            loss.tiled_loss(rows, targets, head, token_loss=token_loss, tile_tokens="auto", vocab_size=128)
+    assert tiles == [2048, 1024, 1024, 1024, 1024]

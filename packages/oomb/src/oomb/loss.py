@@ -100,8 +100,7 @@ def tiled_loss(
     if len(valid) < len(flat):
         rows, flat = rows.index_select(0, to_device(valid, rows.device)), flat[valid]
     flat = to_device(flat, rows.device)
-    lean = TRITON and rows.is_cuda and rows.dtype.itemsize == 2 and token_loss is cross_entropy
-    tile = _auto_tile(vocab_size, lean=lean) if tile_tokens == "auto" else tile_tokens
+    tile = _auto_tile(vocab_size, _share(rows, token_loss)) if tile_tokens == "auto" else tile_tokens
 
     def part(rows: Tensor, labels: Tensor) -> Tensor:
         logits = head(rows)
@@ -115,9 +114,17 @@ def tiled_loss(
     return torch.stack([checkpoint(part, *pair, use_reentrant=False) for pair in tiles]).sum()
 
 
-def _auto_tile(vocab_size: int, *, lean: bool) -> int:
-    """lean: the loss makes nothing in float32, so tiles may be larger, and add to the head's gradient less often"""
-    tokens = (2 if lean else 1) * TILE_LOGITS // vocab_size
+def _share(rows: Tensor, token_loss: TokenLoss) -> float:
+    """How large a tile may be: twice as large where the loss makes nothing in float32 (the head's gradient is then added
+    up less often), half where it is not ours: label smoothing takes 20 bytes a logit, cross-entropy 12.
+    """
+    if token_loss is not cross_entropy:
+        return 0.5
+    return 2.0 if TRITON and rows.is_cuda and rows.dtype.itemsize == 2 else 1.0
+
+
+def _auto_tile(vocab_size: int, share: float) -> int:
+    tokens = int(share * TILE_LOGITS) // vocab_size
     return tokens // 128 * 128 or max(tokens, 1)  # whole tiles of a matrix product, if there is room for one
 
 

@@ -147,8 +147,9 @@ def _narrower(weight: nn.Parameter, itemsize: int) -> int:
 
 def _head_bytes(parts: Parts, train: bool, itemsize: int) -> int:
     """What the head's weight takes while its loss is walked back: its gradient before it is added, and casts."""
-    head: Any = parts.causal.get_output_embeddings()
-    weight = head.weight
+    weight: Any = getattr(parts.causal.get_output_embeddings(), "weight", None)
+    if weight is None:  # a packed head, which does not learn
+        return 0
     cast = weight.numel() * _narrower(weight, itemsize)
     return cast + (_arriving([weight], 2, itemsize) if train and weight.requires_grad else 0)
 
