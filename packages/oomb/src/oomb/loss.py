@@ -115,8 +115,8 @@ def tiled_loss(
 
 
 def _share(rows: Tensor, token_loss: TokenLoss) -> float:
-    """How large a tile may be: twice as large where the loss makes nothing in float32 (the head's gradient is then added
-    up less often), half where it is not ours: label smoothing takes 20 bytes a logit, cross-entropy 12.
+    """How large a tile may be: twice where the loss makes nothing in float32 (the head's gradient is then added up less
+    often), half where it is not ours: label smoothing takes 20 bytes a logit, cross-entropy 12.
     """
     if token_loss is not cross_entropy:
         return 0.5
