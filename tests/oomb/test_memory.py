@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from unittest import mock
 
 import pytest
@@ -14,9 +15,11 @@ from tests.oomb.test_exact import tokens
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from oomb import ChunkConfig, chunked_backward, loss
+from oomb import ChunkConfig, chunked_backward, loss, placement
+from oomb.config import AUTO_CHUNK_TOKENS
 from oomb.hf import take_apart
 from oomb.memory import MARGIN, Machine, rooms, working_bytes
+from oomb.nonfinite import where_loss_breaks
 from oomb.placement import chunk_length, place
 from oomb.probe import outline
 from oomb.token_losses import smoothed
@@ -153,3 +156,17 @@ def test_a_loss_of_ones_own_gets_smaller_tiles():
         for token_loss in (loss.cross_entropy, smoothed(0.1)):
             loss.tiled_loss(rows, targets, head, token_loss=token_loss, tile_tokens="auto", vocab_size=128)
     assert tiles == [2048, 1024, 1024, 1024, 1024]
+
+
+def test_a_loss_that_is_not_finite_is_found_by_the_chunks_that_ran(monkeypatch):
+    """Short ones, for lack of memory."""
+    monkeypatch.setattr(Machine, "now", lambda device: Machine(0, GIB, GIB))
+    monkeypatch.setattr(placement, "LEAST_CHUNK", 16)
+    monkeypatch.setitem(AUTO_CHUNK_TOKENS, "cuda", 64)
+    model, ids = build(configs()["llama"], dtype=torch.float32), tokens(2, 50) % 60
+    ids[1, 35] = 60
+    chunked_backward(model, ids)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[60] = torch.inf
+    where = where_loss_breaks(model, {"input_ids": ids}, ChunkConfig(), None)
+    assert re.fullmatch(r"chunk 2, position 3[2-5] of sequence 1", where)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .api import chunked_loss
+from .api import PROFILE, chunked_loss
 from .batch import IGNORED, Batch, prepare
 from .config import ChunkConfig
-from .hf import take_apart
+from .hf import Parts, take_apart
 from .loss import TokenLoss, cross_entropy
+from .memory import Machine
+from .placement import chunk_length
 
 ADVICE = "try a smaller learning rate, a longer warm-up, or float32"
 
@@ -40,16 +43,24 @@ def where_loss_breaks(
         seen += len(labels)
         return losses
 
+    parts = take_apart(model)
     try:
+        length = _length(parts, batch["input_ids"], config)
         with torch.no_grad():
-            chunked_loss(model, **batch, config=config, loss_fn=watch)
+            chunked_loss(model, **batch, config=replace(config, chunk_tokens=length), loss_fn=watch)
     except _Found as found:
-        parts = take_apart(model)
         read = prepare(vocab_size=parts.vocab_size, label_size=parts.label_size, **batch)
-        return _place(read, config.chunk_length(parts.device), found.token)
+        return _place(read, length, found.token)
     except Exception as error:  # the report must not hide what it reports
         return f"a second run ended in {type(error).__name__}: {error}"
     return None
+
+
+def _length(parts: Parts, ids: Tensor, config: ChunkConfig) -> int:
+    """Tokens a chunk of the step that was not finite, whose model is known by then."""
+    _, profile = getattr(parts.causal, PROFILE)
+    rows, tokens = ids.shape
+    return chunk_length(config, parts, profile, tokens, batch=rows, train=True, machine=Machine.now(parts.device))
 
 
 def _place(batch: Batch, chunk_tokens: int, token: int) -> str:
