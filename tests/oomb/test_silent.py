@@ -210,3 +210,19 @@ def test_more_bad_input_is_a_clear_error():
     model.config.return_dict = False
     with pytest.raises(ValueError, match="return_dict"):
         chunked_loss(model, tokens(1, 12), config=CONFIG)
+
+
+@pytest.mark.parametrize("more", [{}, {"attention": "sparse", "top_k_pages": 1, "recent_pages": 1}])
+@pytest.mark.parametrize("budget", [{}, {"gpu_kv_budget_bytes": 1, "gpu_selection_budget_bytes": 0}])
+def test_another_default_device_changes_nothing(more, budget):
+    """What is made on the host is made there whatever `torch.set_default_device` says: nothing else can be pinned."""
+    model, ids = build(configs()["qwen2"]), tokens(2, 29)
+    documents = torch.bucketize(torch.arange(29), torch.tensor([5, 14]), right=True).expand(2, -1)
+    config = ChunkConfig(chunk_tokens=8, page_tokens=4, **more, **budget)
+    for arguments in ({}, {"document_ids": documents}):
+        expected = chunked_backward(model, ids, config=config, **arguments)
+        wanted = gradients(model)
+        with torch.device("meta"):
+            loss = chunked_backward(model, ids, config=config, **arguments)
+        found = gradients(model)
+        assert torch.equal(loss, expected) and all(torch.equal(found[name], grad) for name, grad in wanted.items())

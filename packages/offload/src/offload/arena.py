@@ -93,7 +93,7 @@ class PinnedArena:
         if count == 0:
             self._check_usable()
             with torch.inference_mode(False):
-                return torch.empty(sizes, dtype=dtype)
+                return torch.empty(sizes, dtype=dtype, device="cpu")
         with self._lock:
             start, _ = self._reserve(count * dtype.itemsize)
             buffer = self._buffer
@@ -209,7 +209,7 @@ def _tensor(buffer: Any, dtype: torch.dtype, start: int, sizes: tuple[int, ...])
     with torch.inference_mode(False):  # else a view taken in inference mode could never be trained with
         flat = torch.frombuffer(buffer, dtype=dtype, count=math.prod(sizes), offset=start)
         strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-        return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, sizes, strides)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(flat.untyped_storage(), 0, sizes, strides)
 
 
 def _check_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ def list_rows(rows: Tensor, ids: Tensor, *, first: int, columns: int, but: Tenso
         named = set(ids[b].flatten().tolist()) - set([] if but is None else but[b].flatten().tolist())
         found += [b * columns + i - first for i in range(first, first + columns) if i in named]
     rows[0] = len(found)
-    rows[1 : 1 + len(found)] = torch.tensor(found, dtype=rows.dtype)
+    rows[1 : 1 + len(found)] = torch.tensor(found, dtype=rows.dtype, device=rows.device)
 
 
 def copy_listed(

@@ -166,7 +166,7 @@ def _real(attention_mask: Tensor | None, ids: Tensor) -> Tensor | None:
 def _positions_and_documents(
     position_ids: Tensor | None, document_ids: Tensor | None, ids: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    arange = torch.arange(ids.shape[1]).expand_as(ids)
+    arange = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)  # whatever the default device is
     positions = None
     if position_ids is not None:
         positions = _rows("position_ids", position_ids, ids, broadcast=True)

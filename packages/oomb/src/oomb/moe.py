@@ -44,8 +44,8 @@ def router_of(causal: PreTrainedModel) -> Router | None:
     experts, top_k, coefficient = (getattr(causal, attribute) for attribute in names)
     router = Router(int(experts), int(top_k), float(coefficient))
     generator = torch.Generator().manual_seed(0)
-    logits = tuple(torch.randn(12, experts, generator=generator) for _ in range(3))
-    mask = torch.ones(2, 6)
+    logits = tuple(torch.randn(12, experts, generator=generator, device="cpu") for _ in range(3))
+    mask = torch.ones(2, 6, device="cpu")
     mask[1, 4:] = 0
     for real in (None, mask):
         ours = Balance(router)

@@ -168,10 +168,8 @@ def probe(parts: Parts, length: int) -> Profile:
     """
     _refuse_hidden_state(parts.decoder)
     tokens = min(PROBE_TOKENS, learned_positions(parts.decoder))
-    ids = torch.randint(
-        min(parts.vocab_size, parts.label_size), (1, tokens), generator=torch.Generator().manual_seed(0)
-    )
-    ids = ids.to(parts.device)
+    size, generator = min(parts.vocab_size, parts.label_size), torch.Generator().manual_seed(0)
+    ids = torch.randint(size, (1, tokens), generator=generator, device="cpu").to(parts.device)
     name = type(parts.causal).__name__
     with evaluating(parts.given), HeldRope(parts.decoder, tokens - 1).installed():
         own = _own_run(parts, ids)

@@ -101,7 +101,7 @@ class Selection:
         if budget is None or self.device_bytes + small.nbytes <= budget:
             self.device_bytes += small.nbytes
             return small
-        host = torch.empty(small.shape, dtype=small.dtype, pin_memory=small.is_cuda)
+        host = torch.empty(small.shape, dtype=small.dtype, device="cpu", pin_memory=small.is_cuda)
         return host.copy_(small, non_blocking=True)  # read back in the same stream, behind this copy
 
 

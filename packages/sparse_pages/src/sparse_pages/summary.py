@@ -239,7 +239,7 @@ class PageSummary:
             return like.new_empty(B, pages, G, F)
         if like.is_cuda and self._features is not None:  # what is about to be copied by the host may be on its way
             torch.cuda.current_stream(like.device).synchronize()
-        return torch.empty(B, pages, G, F, dtype=like.dtype, pin_memory=like.is_cuda)
+        return torch.empty(B, pages, G, F, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
 
 
 def check_integer(name: str, value: object, least: int) -> int:
