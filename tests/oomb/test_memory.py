@@ -87,14 +87,18 @@ def test_chunks_get_shorter_until_what_a_step_takes_fits():
     assert chunk_length(ChunkConfig(), parts, profile, 65536, machine=Machine(None, 0, 1), **ask) == 1024
 
 
-def test_a_share_of_the_device_is_all_there_is(monkeypatch):
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_a_share_of_the_device_is_all_there_is(name, monkeypatch):
     """Of a process that torch may not give more (set_per_process_memory_fraction)."""
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 8 * GIB)
     for share, free, total in ((1.0, 73, 80), (0.25, 15, 20), (0.95, 71, 76)):
-        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device, share=share: share)
-        found = Machine.now(torch.device("cuda"))
+        monkeypatch.setattr(torch._C, "_cuda_getMemoryFraction", lambda index, share=share: share, raising=False)
+        found = Machine.now(torch.device(name))
         assert (found.device_free, found.device_total) == (free * GIB, total * GIB)
 
 

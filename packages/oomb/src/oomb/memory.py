@@ -48,6 +48,8 @@ class Machine:
         host = None if host is None else host + spare_bytes()
         if device.type != "cuda":
             return Machine(None, 0, host)
+        if device.index is None:  # not all that is asked below takes such a device
+            device = torch.device("cuda", torch.cuda.current_device())
         free, total = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_allocated(device)
         free += torch.cuda.memory_reserved(device) - allocated
