@@ -16,6 +16,8 @@ from tests.numerics import gradient_errors, gradients
 from tests.oomb.test_exact import ROPES
 
 from oomb import ChunkConfig, chunked_backward
+from oomb.job import choose_device, plan_step
+from oomb.train_config import TrainConfig
 
 pytestmark = pytest.mark.cuda
 NAMES = sorted(configs())
@@ -204,3 +206,13 @@ def test_device_memory_does_not_grow_with_the_context():
         peaks.append(torch.cuda.max_memory_allocated())
     kv = 2 * 12288 * COMMON["num_hidden_layers"] * COMMON["num_key_value_heads"] * 64 * (2 + 4)
     assert peaks[1] - peaks[0] < 0.05 * kv
+
+
+@pytest.mark.parametrize("more", [{}, {"attention": "sparse", "top_k_pages": 1, "recent_pages": 1}])
+def test_a_step_is_planned_and_timed_here(more, recwarn):
+    """As `oomb plan` and `oomb train` begin; `device` auto names a GPU without an index."""
+    settings = {"model": "tiny", "data": "stdlib", "output": "none", "context": 2048, "chunk_tokens": 512}
+    config = TrainConfig.from_settings(settings | {"page_tokens": 64, "dtype": "bfloat16"} | more)
+    found = plan_step(config, wide("qwen3", torch.bfloat16), choose_device("auto"))
+    assert not [w for w in recwarn if "not foretold" in str(w.message)]
+    assert found.obstacle is None and found.seconds is not None and found.seconds > 0 and sum(found.gpu.values()) > 0
