@@ -17,6 +17,7 @@ from torch import nn
 from transformers import GPT2Config, PhimoeConfig
 
 from oomb import ChunkConfig, Unsupported, chunked_backward, chunked_loss
+from oomb.loss import cross_entropy, tiled_loss
 
 CONFIG = ChunkConfig(chunk_tokens=6, page_tokens=4)
 
@@ -226,3 +227,12 @@ def test_another_default_device_changes_nothing(more, budget):
             loss = chunked_backward(model, ids, config=config, **arguments)
         found = gradients(model)
         assert torch.equal(loss, expected) and all(torch.equal(found[name], grad) for name, grad in wanted.items())
+
+
+def test_labels_beyond_the_logits_are_refused_though_the_head_seems_larger():
+    """As a head of packed weights does; a kernel would read another token's logits, or beyond all of them."""
+    rows, targets = torch.randn(1, 6, 40), torch.tensor([[3, -100, 45, 1, 2, 0]])
+    options = {"token_loss": cross_entropy, "tile_tokens": 4, "vocab_size": 61}
+    with pytest.raises(ValueError, match="there is a label 45, and the model makes only 40 logits a token"):
+        tiled_loss(rows, targets, lambda hidden: hidden, **options)
+    assert tiled_loss(rows, targets.clamp_max(39), lambda hidden: hidden, **options).isfinite()

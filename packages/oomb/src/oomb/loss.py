@@ -99,11 +99,14 @@ def tiled_loss(
         return (head(rows[:1]) * 0).sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
     if len(valid) < len(flat):
         rows, flat = rows.index_select(0, to_device(valid, rows.device)), flat[valid]
+    largest = int(flat.max())
     flat = to_device(flat, rows.device)
     tile = _auto_tile(vocab_size, _share(rows, token_loss)) if tile_tokens == "auto" else tile_tokens
 
     def part(rows: Tensor, labels: Tensor) -> Tensor:
         logits = head(rows)
+        if logits.shape[-1] <= largest:  # a kernel would read beyond the row
+            raise ValueError(f"there is a label {largest}, and the model makes only {logits.shape[-1]} logits a token")
         losses = token_loss(logits, labels)
         _check_losses(losses, logits, labels)
         return losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
