@@ -15,11 +15,12 @@ from tests.models import COMMON, VOCAB, build, configs
 from tests.oomb.test_planner import H200, MEASURED, SEVEN, SYSTEMS
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2Config
 
-from oomb import ChunkConfig, chunked_backward, job, plan
+from oomb import ChunkConfig, chunked_backward, job, plan, probe
 from oomb.calibration import _solve, calibrate
 from oomb.cli.main import main
 from oomb.eta import Kept, ModelWork, Pass, chunk_passes
 from oomb.hf import take_apart
+from oomb.masks import window_of
 from oomb.memory import Machine
 from oomb.placement import keep_costs, place
 from oomb.probe import outline
@@ -187,6 +188,32 @@ def test_the_longest_context_fits_and_a_longer_one_does_not():
         longest = plan(seven, 65536, config=config, **H200).longest
         assert plan(seven, longest, config=config, **H200).obstacle is None
         assert plan(seven, longest + 1, config=config, **H200).obstacle is not None
+
+
+def test_the_longest_context_is_the_same_whatever_was_asked():
+    """Chunks are then those of the longest context, not of a short one that is a single chunk."""
+    seven = Qwen2Config(**SEVEN)
+    question = {"adapters": True, "gpu_bytes": 24 * GIB, "host_bytes": 112 * GIB}
+    assert len({plan(seven, tokens, **question).longest for tokens in (2, 1000, 65536)}) == 1
+    wide = ChunkConfig(chunk_tokens=1_000_000)  # more than the GPU holds at once
+    found = plan(seven, 300_000, config=wide, **question)
+    assert found.obstacle is not None and f"a context of {found.longest:,} tokens" in found.remedies
+    assert plan(seven, found.longest, config=wide, **question).obstacle is None
+    assert plan(seven, 2 * found.longest, config=wide, **question).obstacle is not None
+
+
+def test_huge_contexts_are_planned_at_once(monkeypatch):
+    asked = []
+
+    def ask(mask_function, length, device):
+        asked.append(length)
+        return window_of(mask_function, length, device)
+
+    monkeypatch.setattr(probe, "window_of", ask)
+    assert plan(Qwen2Config(**SEVEN), 30_000_000, gpu_bytes=80 * GIB, host_bytes=64 * GIB).obstacle is not None
+    assert len(asked) == 1 and asked[0] <= 2**20  # one mask for all layers, and no row of ten million places
+    with pytest.raises(ValueError, match="chunks of 8,192, at most"):
+        plan(Qwen2Config(**SEVEN), 10**12, gpu_bytes=80 * GIB, host_bytes=64 * GIB)
 
 
 def test_what_would_make_it_fit_does():

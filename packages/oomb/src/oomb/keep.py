@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from .layers import Stack
 from .probe import LayerFacts
@@ -66,36 +67,38 @@ def plan_keep(costs: KeepCosts, bounds: Sequence[tuple[int, int]], *, device_byt
     last = len(bounds) - (0 if costs.stack is not None else 1)
     kinds = ("attention", "layers") if costs.stack is not None else ("attention",)
     candidates = [(costs.saved(kind, bounds[c][0]), c, kind) for kind in kinds for c in range(last)]
+    items = {
+        (kind, size): costs.items(kind, size) for kind in kinds for size in {stop - start for start, stop in bounds}
+    }
     first = dict.fromkeys(("attention", "layers"), last)
     closed: set[str] = set()
     room = device_bytes + host_bytes
     for _, chunk, kind in sorted(candidates, reverse=True):
-        size = sum(costs.items(kind, bounds[chunk][1] - bounds[chunk][0]))
+        each = items[kind, bounds[chunk][1] - bounds[chunk][0]]
+        size = sum(each)
         # one item may leave a gap on the device that the next does not fit
-        if kind in closed or size > room - max(costs.items(kind, bounds[chunk][1] - bounds[chunk][0]), default=0):
+        if kind in closed or size > room - max(each, default=0):
             closed.add(kind)
             continue
         room -= size
         first[kind] = chunk
-    attention, layers = (range(first[kind], last) for kind in ("attention", "layers"))
-    device, host = _placed(costs, bounds, attention, layers, device_bytes)
-    return Keep(attention, layers, device, host)
+    kept = {kind: range(first[kind], last) for kind in first}
+    device, host = _placed(items, bounds, kept, device_bytes)
+    return Keep(kept["attention"], kept["layers"], device, host)
 
 
 def _placed(
-    costs: KeepCosts, bounds: Sequence[tuple[int, int]], attention: range, layers: range, room: int
+    items: dict[tuple[str, int], list[int]], bounds: Sequence[tuple[int, int]], kept: dict[str, range], room: int
 ) -> tuple[int, int]:
     """Bytes on the device and on the host, when each is put where there is room, in the order of the fill."""
     device = host = 0
     for chunk, (start, stop) in enumerate(bounds):
-        for facts in costs.facts:
-            sizes = [costs.attention_bytes(facts, stop - start)] if chunk in attention else []
-            sizes += [costs.layer_bytes(stop - start)] if chunk in layers else []
-            for size in sizes:
-                if size <= room:
-                    room, device = room - size, device + size
-                else:
-                    host += size
+        held = [items[kind, stop - start] for kind, chunks in kept.items() if chunk in chunks]
+        for size in chain.from_iterable(zip(*held, strict=True)):  # layer by layer
+            if size <= room:
+                room, device = room - size, device + size
+            else:
+                host += size
     return device, host
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import math
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from .quiet import quiet
 from .rates import Rates, Speeds, stated_speeds
 from .traffic import chunk_moves, kept_of, step_seconds
 
+MOST_CHUNKS = 2**21  # a list of more would take long, and memory, for a step that takes years
 SMALL_STATES = 2.03  # bytes a parameter of an 8-bit AdamW
 
 
@@ -213,6 +215,11 @@ class _Question:
         machine = self.left(sum(fixed.values()))
         chunk = chunk_length(config, parts, profile, tokens, batch=batch, train=True, machine=machine)
         chunk = min(chunk, tokens)
+        if tokens > MOST_CHUNKS * chunk:
+            raise ValueError(
+                f"a context of {tokens:,} tokens is {-(-tokens // chunk):,} chunks of {chunk:,}, at most "
+                f"{MOST_CHUNKS:,} are planned: shorten the context or make chunk_tokens larger"
+            )
         bounds = [(i, min(i + chunk, tokens)) for i in range(0, tokens, chunk)]
 
         def placed_on(machine: Machine) -> Placement:
@@ -226,7 +233,9 @@ class _Question:
         gpu, host = self._told(fixed, placed)
         if obstacle is None:
             obstacle = self._obstacle(gpu, host)
-        longest = self._longest(machine, chunk, placed)
+        longest = self._longest(machine, placed.page_bytes)
+        if obstacle is None:  # a chunk of its own length is the context's, whatever longer ones would take
+            longest = max(longest, tokens)
         kept = kept_of(placed, len(bounds))
         result = StepPlan(
             gpu, host, batch * tokens, chunk, len(bounds), longest, placed.page_bytes,
@@ -263,21 +272,25 @@ class _Question:
         need = sum(parts.values())
         return None if need <= room else f"{need:,} bytes are needed {where} {room:,}"
 
-    def _longest(self, machine: Machine, chunk: int, placed: Placement) -> int:
-        """Tokens whose past fits; the last chunk is nobody's."""
+    def _longest(self, machine: Machine, page_bytes: int) -> int:
+        """Tokens whose past fits, in chunks as a context of that length would have them; the last chunk is nobody's."""
         config, longest, found = self.config, 0, self.tokens
-        if machine.device_free is None and config.gpu_kv_budget_bytes == "auto":
+        on_gpu = machine.device_free is not None
+        if not on_gpu and config.gpu_kv_budget_bytes == "auto":
             config = replace(config, gpu_kv_budget_bytes=1)  # pages are where all is: what would go to the host
+
+        def working(tokens: int) -> int:
+            return working_total(self.config, self.parts, self.profile, tokens, chunk, self.batch, True, gpu=on_gpu)
+
         while found != longest:  # summaries and buffers take more for a longer one, and leave less
             longest = found
-            working = working_total(
-                self.config, self.parts, self.profile, longest, chunk, self.batch, True,
-                gpu=machine.device_free is not None,
-            )  # fmt: skip
-            if machine.device_free is not None and machine.room() < working:
-                return 0
-            room = rooms(config, machine, working=working, page_bytes=1 << 60)
-            pages = (room.device_pages or 0) // placed.page_bytes + room.host // placed.page_bytes
+            chunk = chunk_length(
+                self.config, self.parts, self.profile, longest, batch=self.batch, train=True, machine=machine
+            )
+            if on_gpu and machine.room() < working(longest):
+                return bisect.bisect_right(range(1, chunk), machine.room(), key=working)  # less than one whole chunk
+            room = rooms(config, machine, working=working(longest), page_bytes=1 << 60)
+            pages = (room.device_pages or 0) // page_bytes + room.host // page_bytes
             found = pages * config.page_tokens // chunk * chunk + chunk
             found = min(found, longest) if longest != self.tokens else found
         return min(longest, learned_positions(self.parts.decoder))
@@ -334,7 +347,7 @@ def _remedies(question: _Question, found: StepPlan) -> list[str]:
         pages = -(-max(question.tokens - found.longest + found.chunk_tokens, 0) // question.config.page_tokens)
         missing = pages * found.page_bytes
         fitting.append(f"{math.ceil(missing / HOST_SHARE / 2**30):,} GiB more of host memory")
-    if found.longest > found.chunk_tokens:
+    if LEAST_CHUNK <= found.longest < question.tokens and fits(lambda q: replace(q, tokens=found.longest)):
         fitting.append(f"a context of {found.longest:,} tokens")
     question.parts.causal.requires_grad_(not question.adapters)
     return fitting or ["nothing that is known here"]

@@ -29,6 +29,7 @@ from .rope import HeldRope
 
 PROBE_TOKENS = 24
 PROBE_CHUNK = 7
+OUTLINED = 2**20  # tokens over which a plan asks a mask: windows are shorter, and each costs
 # how far the model's own attention may be from ours on the whole probe, by the precision of the hidden states
 NOISE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 STATE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
@@ -69,6 +70,7 @@ class _Probe:
     calls: Counter = field(default_factory=Counter)
     modules: dict[int, nn.Module] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
+    asked: dict[Callable, int | None] = field(default_factory=dict)  # layers share few masks
     length: int = 0
 
     def attend(
@@ -123,7 +125,9 @@ class _Probe:
             )
         if layer not in self.windows:
             device = torch.device("cpu") if q.is_meta else q.device
-            self.windows[layer] = window_of(mask.mask_function, self.length, device)
+            if mask.mask_function not in self.asked:
+                self.asked[mask.mask_function] = window_of(mask.mask_function, self.length, device)
+            self.windows[layer] = self.asked[mask.mask_function]
         self.facts[layer] = LayerFacts(q.shape[2], k.shape[2], q.shape[3], k.dtype, self.windows[layer])
 
 
@@ -209,7 +213,7 @@ def outline(parts: Parts, length: int) -> Profile:
     Raises: Unsupported as `probe`, as far as shapes tell
     """
     _refuse_hidden_state(parts.decoder)
-    context = _Outline(PROBE_TOKENS, length=max(length, 2))
+    context = _Outline(PROBE_TOKENS, length=min(max(length, 2), OUTLINED))
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=parts.device)
     # with a mask given the library does not look into the positions, which are not there to be looked into
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
