@@ -121,7 +121,7 @@ def ask(case: Case, device: torch.device, *, stated: bool) -> StepPlan:
 
     return plan(
         model_config, case.tokens, config=config, dtype=case.dtype, autocast=autocast, adapters=case.lora,
-        optimizer_bytes=2.0 * case.dtype.itemsize if case.adam else 0.0, device=device,
+        optimizer_bytes=2.0 * (4 if case.lora else case.dtype.itemsize) if case.adam else 0.0, device=device,
         speeds=STATED["H200"] if stated else speeds,
     )  # fmt: skip
 

@@ -78,6 +78,13 @@ def test_bad_questions(given, reason):
         plan(configs()["qwen2"], **({"context_tokens": 100, "gpu_bytes": GIB} | given))
 
 
+def test_a_config_that_makes_no_model_is_refused_in_one_line():
+    config = configs()["qwen2"]
+    config.num_attention_heads = 0
+    with pytest.raises(ValueError, match="no model can be made from this config: ZeroDivisionError"):
+        plan(config, 100, gpu_bytes=GIB)
+
+
 def test_a_model_without_weights_cannot_be_run():
     kind = type(build(configs()["qwen2"]))
     with torch.device("meta"):

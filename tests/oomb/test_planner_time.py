@@ -227,11 +227,30 @@ def test_what_would_make_it_fit_does():
     assert bare.remedies == ("nothing that is known here",)
 
 
+def test_a_step_of_several_batches_takes_as_many_times_as_long():
+    seven, question = Qwen2Config(**SEVEN), {"adapters": True, "speeds": STATED["H200"], **H200}
+    one, four = (plan(seven, 65536, accumulation=count, **question) for count in (1, 4))
+    update = 48 / STATED["H200"].memory * 16 * 28 * (3584 * 9 + 512 * 2 + 18944 * 3)
+    assert four.tokens == 4 * one.tokens and (four.gpu, four.host) == (one.gpu, one.host)
+    assert four.seconds == pytest.approx(4 * one.seconds - 3 * update)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_learn_in_float32_whatever_the_base_is(dtype):
+    settings = {"model": "tiny", "context": 256, "data": "stdlib", "adapter": "lora", "dtype": dtype, "rates": "none"}
+    found = job.plan_step(TrainConfig.from_settings(settings), configs()["qwen3"], torch.device("cpu"))
+    bare = AutoModelForCausalLM.from_config(configs()["qwen3"]).model
+    linear = [m for m in bare.modules() if isinstance(m, torch.nn.Linear)]
+    learning = 16 * sum(m.in_features + m.out_features for m in linear)
+    assert found.host["adapters"] == 16 * learning  # weight, gradient and two states, of four bytes each
+
+
 def test_rates_that_are_stated():
     assert read_rates("H200") == STATED["H200"]
     half = read_rates("matmul=345e12, link=20e9")
     assert half.link == 20e9 and half.attention == STATED["H200"].attention / 2
-    for text in ("H900", "matmul=fast", "memory=1e12", "matmul=1e12,speed=3", "matmul=-1"):
+    twice = "matmul=1,matmul=2"
+    for text in ("H900", "matmul=fast", "memory=1e12", "matmul=1e12,speed=3", "matmul=-1", "matmul=inf", twice):
         with pytest.raises(ValueError, match="rates must be auto, none, H200"):
             read_rates(text)
 
@@ -246,8 +265,13 @@ def test_the_command_line_says_seconds(tmp_path, capsys):
     there = ["plan", "--context", "65536", "--gpu-memory", "24GiB", "--host-memory", "64GiB"]
     assert main([*there, "--rates", "H200"]) == 0
     assert "on cuda" in (shown := capsys.readouterr().out) and "tokens a second" in shown
-    assert main([*there, "--rates", "fast"]) == 2
-    assert "matmul=300e12" in capsys.readouterr().err
+    for wrong, said in (
+        (["--rates", "fast"], "matmul=300e12"),
+        (["--optim", "adamw_8bits"], "closest: adamw_8bit"),
+        (["--device", "cpu"], "give one of the two"),
+    ):
+        assert main([*there, *wrong]) == 2
+        assert said in capsys.readouterr().err
     assert main([*there, "--context", "20000000", "--host-memory", "1GiB", "--gpu-memory", "2GiB"]) == 1
     assert "does not fit" in (shown := capsys.readouterr().out) and "would fit" in shown
 

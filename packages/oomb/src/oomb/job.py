@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import tempfile
 import warnings
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import yaml
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from oomb.calibration import calibrate
 from oomb.checkpoint import check_replaceable
@@ -89,13 +91,18 @@ def prepare(config: TrainConfig) -> Job:
     held_out = None
     if held_out_source is not None:
         held_out = read_sequences(held_out_source, tokenizer, config, vocabulary, wanted=None)
-    found = plan_step(config, model_config, device, batch=arguments.per_device_train_batch_size)
+    found = plan_step(
+        config, model_config, device, batch=arguments.per_device_train_batch_size,
+        accumulation=arguments.gradient_accumulation_steps,
+    )  # fmt: skip
     torch.manual_seed(config.seed)
     model = load_model(config, model_config, dtype, device)
     return Job(config, arguments, model, tokenizer, data, held_out, device, resume_from, found)
 
 
-def plan_step(config: TrainConfig, model_config: PretrainedConfig, device: torch.device, *, batch: int = 1) -> StepPlan:
+def plan_step(
+    config: TrainConfig, model_config: PretrainedConfig, device: torch.device, *, batch: int = 1, accumulation: int = 1
+) -> StepPlan:
     """What a step of the run will take, as `oomb plan` says it and as `oomb train` then does it.
 
     device: the one that trains; with `gpu_memory_bytes` set, a GPU that need not be here
@@ -104,6 +111,7 @@ def plan_step(config: TrainConfig, model_config: PretrainedConfig, device: torch
     autocast = torch.bfloat16 if mixed else None
     elsewhere = config.gpu_memory_bytes is not None
     adapters = config.adapter != "none"
+    learning = torch.float32 if adapters else dtype  # adapters learn in float32
 
     def measured(chunk_tokens: int) -> Speeds | None:
         try:
@@ -121,11 +129,20 @@ def plan_step(config: TrainConfig, model_config: PretrainedConfig, device: torch
     if config.rates not in ("auto", "none"):
         speeds = read_rates(config.rates)
     return plan(
-        model_config, config.context, config=config.chunks, batch=batch, dtype=dtype, autocast=autocast,
-        optimizer_bytes=state_bytes(str(config.trainer.get("optim", "adamw")), dtype), adapters=adapters,
+        model_config, config.context, config=config.chunks, batch=batch, accumulation=accumulation, dtype=dtype,
+        autocast=autocast, optimizer_bytes=state_bytes(optimizer_name(config), learning), adapters=adapters,
         adapter_rank=config.lora_rank, quantized=config.adapter == "qlora", gpu_bytes=config.gpu_memory_bytes,
         host_bytes=config.host_memory_bytes, device=device, speeds=speeds,
     )  # fmt: skip
+
+
+def optimizer_name(config: TrainConfig) -> str:
+    """The setting `optim`. Raises: ValueError for one that transformers does not know, with the closest"""
+    name, known = str(config.trainer.get("optim", "adamw_torch")), [kind.value for kind in OptimizerNames]
+    if name not in known:
+        close = difflib.get_close_matches(name, known, 3, 0.4)
+        raise ValueError(f"optim: transformers has no {name!r}" + (f"; closest: {', '.join(close)}" if close else ""))
+    return name
 
 
 def state_bytes(optimizer: str, dtype: torch.dtype) -> float:
@@ -149,7 +166,7 @@ def _data(
 
 def _arguments(config: TrainConfig, device: torch.device, mixed: bool) -> TrainingArguments:
     given = dict(config.trainer)
-    refuse_optimizer(str(given.get("optim", "adamw_torch")))
+    refuse_optimizer(optimizer_name(config))
     reports = given.get("report_to", "none")
     if "tensorboard" in (reports if isinstance(reports, list) else [reports]):
         require("tensorboard", "report_to='tensorboard'")

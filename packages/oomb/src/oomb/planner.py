@@ -83,6 +83,7 @@ def plan(
     *,
     config: ChunkConfig | None = None,
     batch: int = 1,
+    accumulation: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     autocast: torch.dtype | None = None,
     optimizer_bytes: float = 0.0,
@@ -97,15 +98,23 @@ def plan(
     """Will a training step of the whole model fit, in how much memory, and how long will it take?
 
     What is "auto" is resolved as a step on such a machine would resolve it; no weights are needed.
-    autocast: what is computed in over wider weights. adapters: the base is frozen, LoRA of `adapter_rank` on every
+    accumulation: batches whose gradients one step adds up. autocast: what is computed in over wider weights.
+    adapters: the base is frozen, LoRA of `adapter_rank` on every
     linear layer learns; quantized: the base in 4 bits. device: "cpu" for a step there; default: a GPU of `gpu_bytes`,
     or this machine's device. speeds: rates that are stated, or a function of the chunk's length that measures
     (`calibration.calibrate`); None: no seconds
-    Units:  optimizer_bytes of state a parameter; gpu_bytes, host_bytes: memory of the machine (None: what is free here)
-    Raises: ValueError for a length or a size that is not positive; Unsupported for a model that cannot be run in chunks
+    Units:  optimizer_bytes of state a parameter that learns; gpu_bytes, host_bytes: memory of the machine (None:
+        what is free here)
+    Raises: ValueError for a length or a size that is not positive, and a config that makes no model; Unsupported for a
+        model that cannot be run in chunks
     """
     config = ChunkConfig() if config is None else config
-    for name, value in (("context_tokens", context_tokens), ("batch", batch), ("adapter_rank", adapter_rank)):
+    for name, value in (
+        ("context_tokens", context_tokens),
+        ("batch", batch),
+        ("accumulation", accumulation),
+        ("adapter_rank", adapter_rank),
+    ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     for name, size in (("gpu_bytes", gpu_bytes), ("host_bytes", host_bytes)):
@@ -123,7 +132,10 @@ def plan(
         total = gpu_bytes or here.device_total
         machine = Machine(total if gpu_bytes else here.device_free, total, host_bytes or here.host_free)
     with torch.device("meta"), quiet():
-        model = AutoModelForCausalLM.from_config(_still(model_config), dtype=dtype)
+        try:
+            model = AutoModelForCausalLM.from_config(_still(model_config), dtype=dtype)
+        except Exception as error:  # whatever a library's constructor makes of sizes that contradict each other
+            raise ValueError(f"no model can be made from this config: {type(error).__name__}: {error}") from error
     parts = take_apart(model.train())
     profile = _under_autocast(outline(parts, context_tokens), autocast)
     question = _Question(
@@ -138,6 +150,7 @@ def plan(
         adapters,
         adapter_rank,
         quantized,
+        accumulation,
     )
     found = question.answer(speeds)
     return found if found.obstacle is None else replace(found, remedies=tuple(_remedies(question, found)))
@@ -178,6 +191,7 @@ class _Question:
     adapters: bool
     adapter_rank: int
     quantized: bool
+    accumulation: int
 
     def fixed(self) -> dict[str, int]:
         """Bytes that are there between steps too."""
@@ -191,7 +205,7 @@ class _Question:
         if not self.adapters:
             return {"weights": weights, "optimizer": int(count * self.optimizer_bytes)}
         learning = self.learning()  # float32 weights and gradients, and states to match
-        return {"weights": weights, "adapters": int(learning * (8 + 2 * self.optimizer_bytes))}
+        return {"weights": weights, "adapters": int(learning * (8 + self.optimizer_bytes))}
 
     def learning(self) -> int:
         """Parameters that the optimizer updates."""
@@ -238,7 +252,7 @@ class _Question:
             longest = max(longest, tokens)
         kept = kept_of(placed, len(bounds))
         result = StepPlan(
-            gpu, host, batch * tokens, chunk, len(bounds), longest, placed.page_bytes,
+            gpu, host, self.accumulation * batch * tokens, chunk, len(bounds), longest, placed.page_bytes,
             len(placed.keep.attention), len(placed.keep.layers), kept, _budgets(placed.room), obstacle=obstacle,
         )  # fmt: skip
         if speeds is None or obstacle is not None:
@@ -316,7 +330,10 @@ class _Question:
             return None
         costs = keep_costs(self.parts, self.profile, self.batch, layered=placed.layered)
         moves = chunk_moves(c, self.profile, placed, costs, bounds)
-        return step_seconds(work, bounds, placed, moves, found, batch=self.batch, learning=self.learning())
+        return step_seconds(
+            work, bounds, placed, moves, found,
+            batch=self.batch, learning=self.learning(), accumulation=self.accumulation,
+        )  # fmt: skip
 
 
 def _budgets(room: Rooms) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 from .eta import ModelWork, Pass
@@ -58,7 +59,8 @@ def read_rates(text: str) -> Rates:
         given = {name.strip(): float(value) for name, _, value in words}
     except ValueError:
         given = {}
-    if "matmul" not in given or set(given) - set(known) or not all(value > 0 for value in given.values()):
+    twice = len(given) < len(words)
+    if twice or "matmul" not in given or set(given) - set(known) or not all(0 < v < math.inf for v in given.values()):
         raise ValueError(
             f"rates must be auto, none, {', '.join(STATED)}, or numbers a second like matmul=300e12,memory=2e12 (of "
             f"{', '.join(known)}; matmul at least), got {text!r}"

@@ -85,14 +85,15 @@ def step_seconds(
     *,
     batch: int,
     learning: int,
+    accumulation: int = 1,
 ) -> float:
     """Seconds of a step, the optimizer's included: each pass takes what the slowest of its three lanes does.
 
-    learning: parameters that the optimizer updates
+    learning: parameters that the optimizer updates; accumulation: batches whose gradients one step adds up
     """
-    total = learning * speeds.update
+    total = 0.0
     for passes, moved in zip(chunk_passes(work, bounds, kept_of(placed, len(bounds))), moves, strict=True):
         for done, bytes_ in zip(passes, moved, strict=True):
             link = max(bytes_.to_device, bytes_.from_device) * speeds.link
             total += max(batch * speeds.seconds(done), link)
-    return total
+    return accumulation * total + learning * speeds.update

@@ -40,7 +40,7 @@ def demo_settings() -> dict[str, Any]:
 def run(settings: Mapping[str, Any], *, dry_run: bool = False) -> int:
     """Train as the settings say; with `dry_run`, load, say what would be done, and stop.
 
-    Returns: 0; 130 when interrupted, 143 when terminated
+    Returns: 0; 1 for a dry run whose plan does not fit; 130 when interrupted, 143 when terminated
     Raises: ValueError before work starts, for what the settings got wrong
     """
     transformers.utils.logging.disable_progress_bar()  # the bar here is the run's
@@ -51,7 +51,7 @@ def run(settings: Mapping[str, Any], *, dry_run: bool = False) -> int:
     try:
         if dry_run:
             print("dry run     nothing was trained")
-            return 0
+            return 0 if job.plan.obstacle is None else 1
         trainer.train(resume_from_checkpoint=None if job.resume_from is None else str(job.resume_from))
         if job.held_out is not None:
             print(f"held out    loss {trainer.evaluate()['eval_loss']:.4f} nats a token")
