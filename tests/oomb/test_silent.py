@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from peft import AdaLoraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from tests.dense import dense_loss
 from tests.models import COMMON, VOCAB, build, configs
 from tests.numerics import gradient_errors, gradients
@@ -164,6 +164,36 @@ def test_what_a_wrapper_adds_to_the_loss_is_not_dropped():
     peft = AdaLoraConfig(r=2, init_r=3, target_modules=["q_proj"], total_step=10, task_type="CAUSAL_LM")
     model = get_peft_model(build(configs()["qwen2"]), peft).double()
     with pytest.raises(Unsupported, match="adds something to its loss"):
+        chunked_loss(model, tokens(1, 23), config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    "name, targets",
+    [("qwen3_moe", {"target_modules": "all-linear"}), ("gpt_oss", {"target_parameters": ["mlp.experts.down_proj"]})],
+)
+def test_adapters_on_experts_count_their_base_as_written_and_are_exact(name, targets):
+    """peft puts a parametrization on the experts and takes it off at every call."""
+    peft = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **targets)
+    model = get_peft_model(build(configs()[name]), peft).double()
+    versions = [p._version for p in model.parameters()]
+    exact(model, tokens(1, 23))
+    assert [p._version for p in model.parameters()] != versions
+    loss = chunked_loss(model, tokens(1, 23), config=CONFIG)
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.requires_grad).mul_(2.0)
+    with pytest.raises(RuntimeError, match="changed between forward and backward"):
+        loss.backward()
+
+
+def test_a_layer_that_writes_its_own_parameters_is_refused():
+    model = build(configs()["qwen2"])
+    weight = model.model.layers[1].mlp.down_proj.weight.requires_grad_(False)
+
+    def write(*_):
+        weight.mul_(1 + 1e-9)
+
+    model.model.layers[1].register_forward_pre_hook(write)
+    with pytest.raises(Unsupported, match="changes its own parameter model"):
         chunked_loss(model, tokens(1, 23), config=CONFIG)
 
 

@@ -4,7 +4,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from .hf import Unsupported
+
+
+class Touched:
+    """Watches two forward passes for parameters that are written, or only counted as written.
+
+    peft hangs adapters on experts by putting a parametrization on the parameter and taking it off again, which
+    counts its version up at every call and leaves its values alone.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._versions = model, {name: p._version for name, p in model.named_parameters()}
+        self._sums: dict[str, Tensor] = {}
+
+    def after_one(self) -> None:
+        self._sums = {
+            name: _sum(p) for name, p in self._model.named_parameters() if p._version != self._versions.get(name)
+        }
+
+    def after_two(self) -> frozenset[str]:
+        """Names of parameters whose versions say nothing.
+
+        Raises: Unsupported if a forward pass changes a parameter
+        """
+        for name, p in self._model.named_parameters():
+            if name in self._sums and not torch.equal(self._sums[name], _sum(p)):
+                raise Unsupported(f"{type(self._model).__name__}: a forward pass changes its own parameter {name}")
+        return frozenset(self._sums)
+
+
+def _sum(parameter: Tensor) -> Tensor:
+    return parameter.detach().nansum(dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -13,20 +47,23 @@ class Held:
 
     modes: tuple[tuple[str, bool, object, object], ...]
     parameters: tuple[tuple[str, int, bool, int], ...]
+    touched: frozenset[str] = frozenset()
 
     @staticmethod
-    def of(model: nn.Module) -> Held:
-        """Read them; costs no device work."""
+    def of(model: nn.Module, touched: frozenset[str] = frozenset()) -> Held:
+        """Read them; costs no device work. touched: parameters whose versions every forward pass counts up"""
         modes = tuple(
             (name, m.training, str(getattr(m, "active_adapters", "")), getattr(m, "disable_adapters", None))
             for name, m in model.named_modules()
         )
-        parameters = tuple((name, id(p), p.requires_grad, p._version) for name, p in model.named_parameters())
-        return Held(modes, parameters)
+        parameters = tuple(
+            (name, id(p), p.requires_grad, 0 if name in touched else p._version) for name, p in model.named_parameters()
+        )
+        return Held(modes, parameters, touched)
 
     def check(self, model: nn.Module) -> None:
         """Raises: RuntimeError naming what changed since, which would make the walk differentiate another loss"""
-        now = Held.of(model)
+        now = Held.of(model, self.touched)
         for mode, mode_now in zip(self.modes, now.modes, strict=False):
             if mode != mode_now:
                 what = "train or eval mode" if mode[1] != mode_now[1] else "adapters"

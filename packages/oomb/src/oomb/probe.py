@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from .held import Touched
 from .hf import ASKING, MaskSpec, Parts, Unsupported, attention_installed
 from .layers import Stack, layer_stack
 from .loss import Head, cross_entropy
@@ -51,12 +52,14 @@ class Profile:
     """What a chunked step knows of a model. `layers` is in the order in which the decoder calls them.
 
     stack: the decoder's layers, if each hands its output, one tensor, on to the next untouched
+    touched: parameters that forward passes count as written and leave as they are
     """
 
     layers: dict[int, LayerFacts]
     output_type: type
     router: Router | None
     stack: Stack | None
+    touched: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -174,9 +177,10 @@ def probe(parts: Parts, length: int) -> Profile:
     tokens = min(PROBE_TOKENS, learned_positions(parts.decoder))
     size, generator = min(parts.vocab_size, parts.label_size), torch.Generator().manual_seed(0)
     ids = torch.randint(size, (1, tokens), generator=generator, device="cpu").to(parts.device)
-    name = type(parts.causal).__name__
+    name, touched = type(parts.causal).__name__, Touched(parts.causal)
     with evaluating(parts.given), HeldRope(parts.decoder, tokens - 1).installed():
         own = _own_run(parts, ids)
+        touched.after_one()
         with attention_installed(parts.causal, ASKING):
             whole, one = _chunked_run(parts, ids, tokens, length)
             stack = layer_stack(parts.decoder, one.modules, lambda: _chunked_run(parts, ids, tokens, length))
@@ -204,7 +208,7 @@ def probe(parts: Parts, length: int) -> Profile:
         raise Unsupported(f"{name}: its logits depend on more than the decoder's last hidden state")
     router = router_of(parts.causal)
     _check_loss(name, own, ids, router, kind)
-    return Profile(many.facts, own.output_type, router, stack)
+    return Profile(many.facts, own.output_type, router, stack, touched.after_two())
 
 
 def outline(parts: Parts, length: int) -> Profile:
