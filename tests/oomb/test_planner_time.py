@@ -202,6 +202,17 @@ def test_the_longest_context_is_the_same_whatever_was_asked():
     assert plan(seven, 2 * found.longest, config=wide, **question).obstacle is not None
 
 
+@pytest.mark.parametrize("budget", ["host_budget_bytes", "gpu_kv_budget_bytes"])
+def test_budgets_set_by_hand_make_no_memory(budget):
+    seven, wide = Qwen2Config(**SEVEN), ChunkConfig(**{budget: 1024 * GIB})
+    question = {"adapters": True, "gpu_bytes": 80 * GIB, "host_bytes": 64 * GIB}
+    found = plan(seven, 3_000_000, config=wide, **question)
+    assert found.obstacle is not None and "are needed" in found.obstacle
+    assert found.longest <= plan(seven, 3_000_000, **question).longest * 1.2  # a tenth of the host is nobody's
+    small = plan(configs()["qwen2"], 4096, config=wide, host_bytes=GIB, device="cpu")
+    assert small.longest <= plan(configs()["qwen2"], 4096, host_bytes=GIB, device="cpu").longest
+
+
 def test_huge_contexts_are_planned_at_once(monkeypatch):
     asked = []
 

@@ -277,14 +277,15 @@ class _Question:
         return max(near["weights"] - passing, 0)
 
     def _obstacle(self, gpu: dict[str, int], host: dict[str, int]) -> str | None:
-        parts, where, room = gpu, "on the GPU, it has", self.machine.device_total
-        if self.machine.device_free is None:
-            if self.machine.host_free is None:
-                return None
-            parts, where = {k: v for k, v in host.items() if k != "process"}, "of memory, there are"
-            room = self.machine.host_free
-        need = sum(parts.values())
-        return None if need <= room else f"{need:,} bytes are needed {where} {room:,}"
+        on_gpu = self.machine.device_free is not None
+        asked = [(host, "of host memory, there are" if on_gpu else "of memory, there are", self.machine.host_free)]
+        if on_gpu:
+            asked.insert(0, (gpu, "on the GPU, it has", self.machine.device_free))
+        for parts, where, room in asked:
+            need = sum(size for name, size in parts.items() if name != "process")
+            if room is not None and need > room:
+                return f"{need:,} bytes are needed {where} {room:,}"
+        return None
 
     def _longest(self, machine: Machine, page_bytes: int) -> int:
         """Tokens whose past fits, in chunks as a context of that length would have them; the last chunk is nobody's."""
@@ -304,7 +305,15 @@ class _Question:
             if on_gpu and machine.room() < working(longest):
                 return bisect.bisect_right(range(1, chunk), machine.room(), key=working)  # less than one whole chunk
             room = rooms(config, machine, working=working(longest), page_bytes=1 << 60)
-            pages = (room.device_pages or 0) // page_bytes + room.host // page_bytes
+            near, far = room.device_pages or 0, room.host  # set by hand they may be more than there is
+            free = 1 << 62 if machine.host_free is None else machine.host_free
+            if on_gpu:
+                near, far = min(near, machine.room() - working(longest)), min(far, free)
+            else:
+                left = max(int(HOST_SHARE * free) - working(longest), 0)
+                near = min(near, left)
+                far = min(far, left - near)
+            pages = near // page_bytes + far // page_bytes
             found = pages * config.page_tokens // chunk * chunk + chunk
             found = min(found, longest) if longest != self.tokens else found
         return min(longest, learned_positions(self.parts.decoder))
@@ -360,10 +369,11 @@ def _remedies(question: _Question, found: StepPlan) -> list[str]:
     fitting = [name for name, change in changes.items() if fits(change)]
     if not fitting and len(changes) > 1 and fits(*changes.values()):
         fitting = [", ".join(changes)]
-    if fits(lambda q: replace(q, machine=replace(q.machine, host_free=1 << 60))):
-        pages = -(-max(question.tokens - found.longest + found.chunk_tokens, 0) // question.config.page_tokens)
-        missing = pages * found.page_bytes
-        fitting.append(f"{math.ceil(missing / HOST_SHARE / 2**30):,} GiB more of host memory")
+    pages = -(-max(question.tokens - found.longest + found.chunk_tokens, 0) // question.config.page_tokens)
+    more = math.ceil(pages * found.page_bytes / HOST_SHARE / 2**30)
+    host = (question.machine.host_free or 0) + more * 2**30
+    if fits(lambda q: replace(q, machine=replace(q.machine, host_free=host))):
+        fitting.append(f"{more:,} GiB more of host memory")
     if LEAST_CHUNK <= found.longest < question.tokens and fits(lambda q: replace(q, tokens=found.longest)):
         fitting.append(f"a context of {found.longest:,} tokens")
     question.parts.causal.requires_grad_(not question.adapters)
@@ -374,6 +384,8 @@ def _changes(question: _Question) -> Iterator[tuple[str, _Change]]:
     config = question.config
     if config.chunk_tokens != "auto" and config.chunk_tokens > LEAST_CHUNK:
         yield "chunk_tokens: auto", lambda q: replace(q, config=replace(q.config, chunk_tokens="auto"))
+    if config.host_budget_bytes != "auto":
+        yield "host_budget_bytes: auto", lambda q: replace(q, config=replace(q.config, host_budget_bytes="auto"))
     if config.grad_page_dtype is None:
         yield (
             "grad_page_dtype: bfloat16",
