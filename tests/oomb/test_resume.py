@@ -228,6 +228,14 @@ def test_a_checkpoint_without_its_optimizer_is_refused(tmp_path):
         trainer(model, tmp_path).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "model.safetensors"])
+def test_a_file_that_is_cut_off_is_named(name, tmp_path):
+    file = saved(tmp_path) / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(ValueError, match=f"resume: cannot read .*{name}"):
+        trainer(model, tmp_path).train(resume_from_checkpoint=True)
+
+
 def test_a_loss_that_is_not_finite_names_step_chunk_and_position(tmp_path):
     """After the first step one token's embedding is infinite: it stands at position 14 of the second step's row.
 

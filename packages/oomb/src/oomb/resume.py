@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,16 @@ def find_checkpoint(wanted: str | Path | bool | None, output: str | Path) -> Pat
 
 
 def check_checkpoint(folder: Path, model: nn.Module) -> None:
-    """Raises: ValueError if the folder lacks what resuming needs, or holds the weights of another model"""
+    """Raises: ValueError if the folder lacks what resuming needs, whole, or holds the weights of another model"""
     missing = [name for name in OTHER_FILES if not (folder / name).exists()]
     if missing:
         raise ValueError(
             f"resume: {str(folder)!r} lacks {', '.join(missing)} (was it saved with save_only_model?): training would "
             "not go on as it was"
         )
+    for name in OTHER_FILES:
+        if not zipfile.is_zipfile(folder / name):  # what torch saves is one; cut off it is none
+            raise ValueError(f"resume: cannot read {str(folder / name)!r}: it is damaged, or only half of it is there")
     saved = _saved_shapes(folder)
     if saved is None:
         return  # weights in a form that the Trainer reads and we do not
