@@ -53,7 +53,8 @@ def test_a_dry_run_loads_says_and_stops(arguments, tmp_path, capsys):
     assert "model " in shown and "4 of up to 256 tokens, in chunks of 64" in shown and "nothing was trained" in shown
     assert not any((tmp_path / "out").iterdir())
     assert main([*arguments, "--dry-run", "--host-memory", "1"]) == 1  # as `oomb plan` says that it does not fit
-    assert "does not fit" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "does not fit" in said.out and "warning: by this plan a step does not fit" in said.err
 
 
 def test_a_run_with_adapters_and_held_out_data(arguments, tmp_path, capsys):

@@ -90,6 +90,8 @@ def test_sparse_attention_is_verified_as_dense():
 def test_what_cannot_be_trained_is_refused():
     with pytest.raises(Unsupported):
         verify(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="at most 65,536 tokens, got 5,000,000"):
+        verify(build(configs()["qwen3"]), tokens=5_000_000)
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):

@@ -15,6 +15,7 @@ from .api import chunked_backward
 from .config import ChunkConfig
 from .hf import take_apart
 
+MOST_TOKENS = 2**16
 ALLOWED = 2.0  # times the whole run's own distance from the wider one
 # What is allowed besides: rounding, where the whole run happens to be exact. The library's own softmax and loss stay in
 # float32 in a float64 model.
@@ -95,9 +96,15 @@ def verify(
     config: as for training; sparse attention is verified as dense (it is an approximation by design), and a chunk
         that holds the whole sequence is cut to a quarter of it
     Returns: per-parameter errors, worst first
-    Raises: ValueError for a model that cannot be trained in chunks
+    Raises: ValueError for a model that cannot be trained in chunks, or more than MOST_TOKENS tokens
     """
     parts = take_apart(model)
+    length = tokens if input_ids is None else input_ids.shape[1]
+    if length > MOST_TOKENS:
+        raise ValueError(
+            f"verify runs all tokens at once, in two precisions: at most {MOST_TOKENS:,} tokens, got {length:,}; "
+            "what is not exact shows at a few hundred"
+        )
     if input_ids is None:
         size = min(parts.vocab_size, parts.label_size)
         input_ids = torch.randint(size, (1, tokens), generator=torch.Generator().manual_seed(0))

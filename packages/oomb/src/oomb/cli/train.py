@@ -195,6 +195,8 @@ def announce(job: Job) -> None:
     each = f"{batch:,} sequences of up to {config.context:,}" if batch > 1 else f"up to {config.context:,}"
     print(f"steps       {steps:,} of {each} tokens, in chunks of {job.plan.chunk_tokens:,}, {optimizer}")
     _say("plan", job.plan.lines())
+    if job.plan.obstacle is not None:
+        print("warning: by this plan a step does not fit; it is tried all the same", file=sys.stderr)
     if job.resume_from is not None:
         print(f"resume      from {job.resume_from}")
     longest = positions(model.config)
