@@ -137,7 +137,7 @@ def watched_lists(layers: int) -> Iterator[deque[Tensor]]:
 
 
 @dataclass
-class Session:
+class Runs:
     """Rows one after the other; a model stays while rows ask for it."""
 
     rows: list[dict] = field(default_factory=list)
@@ -210,14 +210,14 @@ def main() -> None:
     pin_gib = max(ROWS[name].pin_gib for name in arguments.plan)
     if pin_gib:
         HostLease(pin_gib * GIB, torch.device("cuda", 0)).release()
-    session = Session()
+    runs = Runs()
     for name in arguments.plan:
-        result = session.run(name, ROWS[name])
+        result = runs.run(name, ROWS[name])
         print(json.dumps(result), flush=True)
         if arguments.out:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps({"machine": machine, "rows": session.rows}, indent=1) + "\n")
-    show(session.rows)
+            arguments.out.write_text(json.dumps({"machine": machine, "rows": runs.rows}, indent=1) + "\n")
+    show(runs.rows)
 
 
 if __name__ == "__main__":
