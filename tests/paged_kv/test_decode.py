@@ -1,7 +1,5 @@
 """Mixed batches: the decode kernel and the padded path beside it against dense float64 attention, and refusals."""
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.compiling import compiled
 from tests.paged_kv.oracle import poisoned
 from tests.paged_kv.packed_case import Packed
 
@@ -221,14 +220,7 @@ def test_the_decode_kernels_compile(arch):
     names = ["decode/128/7/1/bf16", "merge/128/7/1/bf16", "decode/64/8/1/bf16/window/sinks"]
     if arch == 90:
         names += ["decode/128/7/9/bf16", "decode/128/7/1/bf16/selected", "decode/256/8/1/fp16", "decode/64/4/1/fp32"]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compile_decode.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(arch), *names], capture_output=True, text=True, env=environment, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["name"] for row in rows] == names
+    rows = compiled(Path(__file__).with_name("compile_decode.py"), arch, names)
     for row in rows:
         assert row["stack"] <= (100 if "/7/9/" in row["name"] or "/256/" in row["name"] else 0), row
         assert row["mma"] or row["name"].startswith("merge") or "fp32" in row["name"], row

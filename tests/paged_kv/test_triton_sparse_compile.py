@@ -1,12 +1,9 @@
 """Every kernel over listed pages compiles for every chip, without a GPU: matrix instructions present, few spills."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.compiling import compiled
 
 pytest.importorskip("triton.backends.nvidia")
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # what one program may have
@@ -17,17 +14,7 @@ STATED_FLOAT32 = 12000
 
 
 def report(arch, names):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[2]
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
-    script = Path(__file__).with_name("compile_sparse_kernels.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(arch), *names], capture_output=True, text=True, env=environment, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["name"] for row in rows] == names
-    return rows
+    return compiled(Path(__file__).with_name("compile_sparse_kernels.py"), arch, names)
 
 
 def judge(rows):

@@ -1,12 +1,9 @@
 """The kernels of selection compile for every chip, and the products go through the matrix units."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.compiling import compiled
 
 pytest.importorskip("triton.backends.nvidia")
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # what one program may have
@@ -14,14 +11,7 @@ SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024} 
 
 @pytest.mark.parametrize("arch", sorted(SHARED_BYTES))
 def test_every_kernel_compiles(arch):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")])
-    script = Path(__file__).with_name("compile_select_kernels.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(arch)], capture_output=True, text=True, env=environment, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = compiled(Path(__file__).with_name("compile_select_kernels.py"), arch)
     assert len(rows) == 6
     for row in rows:
         print(row)

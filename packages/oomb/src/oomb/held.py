@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from .hf import Unsupported
 
 
 class Touched:
-    """Watches two forward passes for parameters that are written, or only counted as written.
+    """Watches two forward passes for parameters that are written, or only counted as written: their sums tell.
 
     peft hangs adapters on experts by putting a parametrization on the parameter and taking it off again, which
     counts its version up at every call and leaves its values alone.
@@ -47,11 +47,14 @@ class Held:
 
     modes: tuple[tuple[str, bool, object, object], ...]
     parameters: tuple[tuple[str, int, bool, int], ...]
-    touched: frozenset[str] = frozenset()
+    sums: dict[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(model: nn.Module, touched: frozenset[str] = frozenset()) -> Held:
-        """Read them; costs no device work. touched: parameters whose versions every forward pass counts up"""
+        """Read them, without waiting for the device.
+
+        touched: parameters whose versions every forward pass counts up: their sums, worked out there, stand in
+        """
         modes = tuple(
             (name, m.training, str(getattr(m, "active_adapters", "")), getattr(m, "disable_adapters", None))
             for name, m in model.named_modules()
@@ -59,11 +62,11 @@ class Held:
         parameters = tuple(
             (name, id(p), p.requires_grad, 0 if name in touched else p._version) for name, p in model.named_parameters()
         )
-        return Held(modes, parameters, touched)
+        return Held(modes, parameters, {name: _sum(p) for name, p in model.named_parameters() if name in touched})
 
     def check(self, model: nn.Module) -> None:
         """Raises: RuntimeError naming what changed since, which would make the walk differentiate another loss"""
-        now = Held.of(model, self.touched)
+        now = Held.of(model, frozenset(self.sums))
         for mode, mode_now in zip(self.modes, now.modes, strict=False):
             if mode != mode_now:
                 what = "train or eval mode" if mode[1] != mode_now[1] else "adapters"
@@ -73,8 +76,9 @@ class Held:
         for before, after in zip(self.parameters, now.parameters, strict=True):
             if before[2] != after[2]:
                 self._refuse(f"requires_grad of {after[0]}")
-            if before != after:
-                self._refuse(f"the parameter {after[0]}")
+            name = after[0]
+            if before != after or (name in self.sums and not torch.equal(self.sums[name], now.sums[name])):
+                self._refuse(f"the parameter {name}")
 
     @staticmethod
     def _refuse(what: str) -> None:

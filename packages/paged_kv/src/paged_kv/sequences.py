@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from .device_table import DeviceTable
@@ -11,7 +12,7 @@ from .pool import PagePool
 Lengths = int | Sequence[int]
 
 
-class Sequences:
+class Sequences(ABC):
     """Which sequences a cache holds and how much of each every layer has. What a block is, its subclass knows.
 
     Units: lengths in tokens
@@ -111,13 +112,13 @@ class Sequences:
         if self._written:
             self.truncate(0)
 
+    @abstractmethod
     def _settle(self) -> None:
         """Count what the open block wrote as written."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _close(self, sequences: set[int]) -> None:
         """No block that holds one of these is open any more."""
-        raise NotImplementedError
 
     def _cut(self, lengths: Mapping[int, int]) -> None:
         for sequence, length in lengths.items():
