@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The studies of quality on one GPU, in about five minutes: the real run, sparse gradients of its checkpoint, recall.
+# A real run on one GPU, and the sparse gradients of its checkpoint beside the dense ones: about four minutes.
 #
 #   bash benchmarks/quality.sh fetch FOLDER      where there is a network: the model in parts of 47 MB, what Python lacks
 #   bash benchmarks/quality.sh run FOLDER OUT    where there need be none; the packages of this repository on PYTHONPATH
 #
-# FOLDER may be moved part by part. SMALL=1 rehearses `run` at tiny sizes. The three share the GPU: no times are claimed.
+# FOLDER may be moved part by part. SMALL=1 rehearses `run` at tiny sizes. No times are claimed.
 set -u
 python=${PYTHON:-python3} folder=$(realpath -m "${2:-.}") out=$(realpath -m "${3:-.}")
 cd "$(dirname "$0")/.."
@@ -21,17 +21,11 @@ run)
     mkdir -p "$out"
     $python -m pip install -q --no-index --no-deps --no-compile --target "$work/site" "$folder"/wheels/*.whl
     export PYTHONPATH=${PYTHONPATH:-}:$work/site PYTHONUNBUFFERED=1
-    model=(--model "$work/SmolLM2-135M-Instruct.gguf") gradients=() pairs=()
+    model=(--model "$work/SmolLM2-135M-Instruct.gguf") gradients=()
     if [ -n "${SMALL:-}" ]; then
         model+=(--data examples --context 512 --short 128 --chunk-tokens 128 --steps 1 --sequences 1)
         gradients=(--cases 512x32 --budgets 2 8 --chunk-tokens 128)
-        pairs=(--small --tokens 256 --steps 4 --every 2)
     fi
-    (
-        timeout "${LIMIT:-290}" $python -m benchmarks.recall --out "$work/recall" "${pairs[@]}" >"$out/recall.txt" 2>&1
-        echo "recall: $?"
-        cp "$work"/recall/* "$out"
-    ) &
     cat "$folder"/gguf.* >"$work/SmolLM2-135M-Instruct.gguf"
     timeout "${LIMIT:-190}" $python -m benchmarks.smollm2 --out "$work/run" "${model[@]}" >"$out/smollm2.txt" 2>&1
     echo "smollm2: $?"
@@ -40,9 +34,8 @@ run)
         --text "$work/run/text/held-out.txt" --out "$work/gradients" "${gradients[@]}" >"$out/sparse_quality.txt" 2>&1
     echo "sparse_quality: $?"
     cp "$work"/gradients/* "$out"
-    wait
     rm -r "$work"
-    grep -ahE "^perplexity|caught|recalled|[Ee]rror" "$out"/*.txt | cut -c1-120
+    grep -ahE "^perplexity|caught|[Ee]rror" "$out"/*.txt | cut -c1-120
     ;;
 *) sed -n '2,7p' "$0" ;;
 esac

@@ -1,6 +1,6 @@
 """Trained from scratch, dense and sparse: loss curves, and recall of pairs placed early and asked late.
 
-    python -m benchmarks.recall --out runs/recall                  a GPU, about four minutes
+    python -m benchmarks.recall --out runs/recall                  a GPU, a quarter of an hour
     python -m benchmarks.recall --small --out runs/recall          two CPU cores, some minutes
 
 A sequence is source text, byte by byte. In its first quarter stand cards, tokens that each pair a key with a value;
