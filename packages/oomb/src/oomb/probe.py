@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +27,7 @@ from .loss import Head, cross_entropy
 from .masks import window_of
 from .moe import Balance, Router, router_of
 from .rope import HeldRope
+from .unlaunched import unlaunched
 
 PROBE_TOKENS = 24
 PROBE_CHUNK = 7
@@ -229,7 +230,8 @@ def outline(parts: Parts, length: int) -> Profile:
 
     if parts.device.type == "meta" and hasattr(parts.causal, "set_experts_implementation"):
         parts.causal.set_experts_implementation("batched_mm")  # others ask where tokens go
-    with evaluating(parts.given), attention_installed(parts.causal, ASKING):
+    launches = unlaunched() if parts.device.type == "meta" else nullcontext()
+    with evaluating(parts.given), attention_installed(parts.causal, ASKING), launches:
         run()
         stack = layer_stack(parts.decoder, context.modules, run)
     return Profile(context.facts, type(seen[0]), router_of(parts.causal), stack)
