@@ -34,7 +34,7 @@ from oomb import ChunkConfig, chunked_backward, plan
 from oomb.calibration import calibrate
 from oomb.host import HostLease
 from oomb.planner import StepPlan
-from oomb.rates import STATED
+from oomb.rates import STATED, Speeds
 
 GIB = 2**30
 LONG = {"max_position_embeddings": 1 << 23}
@@ -108,22 +108,26 @@ CPU = {
 }  # fmt: skip
 
 
-def ask(case: Case, device: torch.device, *, stated: bool) -> StepPlan:
-    """The plan, from the config alone."""
+def ask(case: Case, device: torch.device, *, stated: bool) -> tuple[StepPlan, Speeds | None]:
+    """The plan, from the config alone, and the speeds that were measured for it."""
     config, model_config = ChunkConfig(**case.chunks), case.model()
     autocast = torch.bfloat16 if case.mixed else None
+    measured: list[Speeds] = []
 
-    def speeds(chunk_tokens: int):
-        return calibrate(
-            model_config, chunk_tokens=chunk_tokens, config=config, device=device, dtype=case.dtype, autocast=autocast,
-            adapters=case.lora,
+    def speeds(chunk_tokens: int) -> Speeds:
+        found = calibrate(
+            model_config, chunk_tokens=chunk_tokens, context_tokens=case.tokens, config=config, device=device,
+            dtype=case.dtype, autocast=autocast, adapters=case.lora,
         )  # fmt: skip
+        measured.append(found)
+        return found
 
-    return plan(
+    found = plan(
         model_config, case.tokens, config=config, dtype=case.dtype, autocast=autocast, adapters=case.lora,
         optimizer_bytes=2.0 * (4 if case.lora else case.dtype.itemsize) if case.adam else 0.0, device=device,
         speeds=STATED["H200"] if stated else speeds,
     )  # fmt: skip
+    return found, measured[-1] if measured else None
 
 
 def build(case: Case, device: torch.device):
@@ -201,16 +205,27 @@ def peak_of(device: torch.device):
 def one(name: str, device: torch.device, *, stated: bool) -> dict[str, Any]:
     case = (CPU if device.type == "cpu" else GPU)[name]
     began = time.perf_counter()
-    found = ask(case, device, stated=stated)
+    row: dict[str, Any] = {"case": name, "tokens": case.tokens}
+    try:
+        found, speeds = ask(case, device, stated=stated)
+    except Exception as error:  # the other cases are still of use
+        return row | {"error": f"{type(error).__name__}: {error}"}
     planned = time.perf_counter() - began
-    row: dict[str, Any] = {"case": name, "tokens": case.tokens, "chunk_tokens": found.chunk_tokens}
-    row |= {"gpu": found.gpu, "host": found.host, "planning_seconds": planned, "predicted_seconds": found.seconds}
+    if speeds is not None:
+        row["flop_a_second"] = {kind: 1 / second for kind, second in speeds.each._asdict().items() if second}
+    row |= {
+        "chunk_tokens": found.chunk_tokens,
+        "gpu": found.gpu,
+        "host": found.host,
+        "planning_seconds": planned,
+        "predicted_seconds": found.seconds,
+    }
     if found.obstacle is not None:
         return row | {"error": found.obstacle}
     row["predicted_peak"] = sum((found.gpu or found.host).values())
     try:
         measured = measure(case, found, device)
-    except Exception as error:  # the other cases are still of use
+    except Exception as error:
         return row | {"error": f"{type(error).__name__}: {error}"}
     row |= {"measured_seconds": measured["seconds"], "measured_peak": measured["peak"], "loss": measured["loss"]}
     row["seconds_ratio"] = found.seconds / measured["seconds"]

@@ -74,8 +74,9 @@ def cap(gib: float) -> None:
 def ask(model_config: PretrainedConfig, tokens: int, config: ChunkConfig, device: torch.device) -> StepPlan:
     def speeds(chunk_tokens: int):
         return calibrate(
-            model_config, chunk_tokens=chunk_tokens, config=config, device=device, dtype=torch.bfloat16, adapters=True
-        )
+            model_config, chunk_tokens=chunk_tokens, context_tokens=tokens, config=config, device=device,
+            dtype=torch.bfloat16, adapters=True,
+        )  # fmt: skip
 
     return plan(model_config, tokens, config=config, adapters=True, adapter_rank=RANK, device=device, speeds=speeds)
 

@@ -16,7 +16,7 @@ from oomb.eta import ModelWork, passes
 
 ROOT = Path(__file__).parents[1]
 # benchmark -> the result that is drawn
-MEASURED = {"recall": "recall_cpu_2026-11-29", "sparse_quality": "sparse_quality_cpu_2026-11-29"}
+MEASURED = {"recall": "recall_cpu_2026-11-29", "sparse_quality": "sparse_quality_h200_2026-11-30"}
 FILL, WALK, PAGES = "#4c78a8", "#e45756", "#c9d6e8"
 
 

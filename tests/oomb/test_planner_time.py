@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import operator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.oomb.test_planner import H200, MEASURED, SEVEN, SYSTEMS
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2Config
 
 from oomb import ChunkConfig, chunked_backward, job, plan, probe
-from oomb.calibration import _solve, calibrate
+from oomb.calibration import _solve, calibrate, pair
 from oomb.cli.main import main
 from oomb.eta import Kept, ModelWork, Pass, chunk_passes
 from oomb.hf import take_apart
@@ -123,15 +124,34 @@ def test_bytes_over_the_link_are_those_of_the_pages(chunks, near, keeping):
     assert kept_of(placed, chunks).layers is None
 
 
-@given(st.lists(st.floats(0.1, 10.0), min_size=5, max_size=5), st.integers(0, 1000))
+@given(st.lists(st.floats(0.1, 10.0), min_size=6, max_size=6), st.integers(0, 1000))
 def test_speeds_are_found_again(seconds, seed):
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(20):
-        work = torch.rand(5, generator=generator, dtype=torch.float64) * torch.tensor([1e9, 1e6, 1e12, 1.0, 1e3])
+        work = torch.rand(6, generator=generator, dtype=torch.float64)
+        work *= torch.tensor([1e9, 1e6, 1e12, 1.0, 1e3, 1e2])
         rows.append((Pass(*work.tolist()), float((work * torch.tensor(seconds, dtype=torch.float64)).sum())))
     for found, true in zip(_solve(rows), seconds, strict=True):
         assert found == pytest.approx(true, rel=2e-2)
+
+
+@pytest.mark.parametrize("width, parameters", [(3584, 2.3e8), (1024, 1.5e7)])
+def test_attention_is_found_beside_what_a_step_and_a_chunk_take_besides(width, parameters):
+    """On a device that waits for launches a few layers' attention is the lesser part of every time."""
+    each, rows = Pass(1 / 6e14, 1 / 6e14, 1 / 5.6e14, 1 / 5e14, 1 / 5e14), []
+    for layers in (2, 4):
+        work = ModelWork(2 * parameters * layers + 6e7 * width, 4.0 * width, (None,) * layers, 6e7 * width)
+        bounds = [(8192 * i, 8192 * (i + 1)) for i in range(6)]
+        fill, walk = chunk_passes(work, bounds, Kept(range(6), range(6)))
+        ticks = [0.005 + UNIT.seconds(Pass(*map(operator.mul, p, each))) for p in [*fill, *reversed(walk)]]
+        ticks.insert(5, 0.02)  # the last chunk's forward
+        for i, more in ((0, 0.3), (1, 0.01), (6, 0.02), (11, 0.1)):
+            ticks[i] += more
+        rows += pair(ticks, fill, walk)
+    found = Pass(*_solve(rows))
+    for kind in ("linear", "linear_back", "attention", "attention_back"):
+        assert getattr(found, kind) == pytest.approx(getattr(each, kind), rel=0.01)
 
 
 def test_no_speed_is_negative():
@@ -145,7 +165,13 @@ def test_calibration_measures_and_touches_nothing(more):
     config = ChunkConfig(page_tokens=16)
     state = torch.get_rng_state()
     found = calibrate(
-        configs()["qwen3"], chunk_tokens=32, config=config, device=torch.device("cpu"), dtype=torch.float32, **more
+        configs()["qwen3"],
+        chunk_tokens=32,
+        context_tokens=256,
+        config=config,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        **more,
     )
     assert torch.equal(torch.get_rng_state(), state)
     assert sum(found.each) > 0 and min(found.each) >= 0 and found.link > 0 and found.update > 0
@@ -154,7 +180,12 @@ def test_calibration_measures_and_touches_nothing(more):
 def test_adapters_are_timed_where_the_run_has_them():
     """peft cannot adapt every linear map of every model, so those that nobody asked for must not be tried."""
     pytest.importorskip("peft")
-    question = {"chunk_tokens": 32, "config": ChunkConfig(page_tokens=16), "device": torch.device("cpu")}
+    question = {
+        "chunk_tokens": 32,
+        "context_tokens": 96,
+        "config": ChunkConfig(page_tokens=16),
+        "device": torch.device("cpu"),
+    }
     mixture = MixtralConfig(**COMMON, num_local_experts=4)
     found = calibrate(mixture, dtype=torch.float32, adapters=True, targets=["q_proj", "v_proj"], **question)
     assert sum(found.each) > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +21,12 @@ from .memory import replays
 from .quiet import quiet
 from .rates import Speeds
 
-LAYERS, CHUNKS = (2, 4), (2, 5)  # of the steps that are timed: enough to tell layers, head and attention apart
+LAYERS, CHUNKS = (2, 4), (5, 24)  # of the steps that are timed; the chunks at least and at most
 REPEATS = 2
 LEAST_CHUNK = 128
 VOCABULARY = 32768  # a larger one takes memory, not insight
 SECONDS = 6.0  # what the steps may take, about
+WORK = 20  # of all steps, in forward passes of the deeper model: four each, both repeated, half as much for the other
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ def calibrate(
     model_config: PretrainedConfig,
     *,
     chunk_tokens: int,
+    context_tokens: int,
     config: ChunkConfig,
     device: torch.device,
     dtype: torch.dtype,
@@ -48,10 +51,11 @@ def calibrate(
     adapters: bool = False,
     targets: str | list[str] = "all-linear",
 ) -> Speeds:
-    """Time steps of a model like this one with two and four layers, random weights, over two and five chunks.
+    """Time steps of a model like this one with two and four layers, random weights, up to `context_tokens` long.
 
-    Everything a step does is in them: the backend, merges, norms, launches. Random state and parameters of the caller's
-    are not touched. Where a chunk would take too long (a large model on a CPU) shorter ones are timed.
+    Everything a step does is in them: the backend, merges, norms, launches. Where a GPU waits for launches, attention
+    costs nothing until it outweighs them, so a step is as long as a few seconds allow. Random state and parameters of
+    the caller's are not touched. Where chunks would take too long (a large model on a CPU) shorter ones are timed.
     """
     # pages stay where they are asked to be: gathered from the host they cost otherwise than read in place
     chunks = replace(config, gpu_keep_budget_bytes="auto", host_budget_bytes="auto", first_sparse_layer=0)
@@ -59,12 +63,12 @@ def calibrate(
     with quiet(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         rows: list[tuple[Pass, float]] = []
         update = 0.0
-        length = None
+        shape = None
         whole = model_config.get_text_config().num_hidden_layers
         for layers in sorted({min(count, whole) for count in LAYERS}, reverse=True):
             model = _small(model_config, layers, question)
-            length = length or _affordable(model, chunk_tokens, question)
-            rows += _timed(model, length, question)
+            shape = shape or _affordable(model, chunk_tokens, context_tokens, question)
+            rows += _timed(model, *shape, question)
             update = _update(model)
             del model
         return Speeds(Pass(*_solve(rows)), _link(device), update)
@@ -94,45 +98,54 @@ def _small(model_config: PretrainedConfig, layers: int, question: _Question) -> 
     return get_peft_model(model, LoraConfig(target_modules=question.targets, task_type="CAUSAL_LM")).train()
 
 
-def _affordable(model: Any, chunk_tokens: int, question: _Question) -> int:
-    """The chunk, or on a slow device as much of it as can be timed."""
-    side = 1024 if question.device.type == "cuda" else 384
+def _affordable(model: Any, chunk_tokens: int, context_tokens: int, question: _Question) -> tuple[int, int]:
+    """Tokens of a chunk, and how many chunks: those that were asked for, or as much of them as can be timed."""
+    side = 4096 if question.device.type == "cuda" else 384
     a = torch.ones(side, side, device=question.device, dtype=question.autocast or question.dtype)
     seconds = []
     for _ in range(4):
         began = _now(question.device)
         a @ a
         seconds.append(_now(question.device) - began)
-    rate = 2 * side**3 / min(seconds)
-    work = ModelWork.of(model)
-    tokens = chunk_tokens
-
-    def flops() -> float:  # of all steps: sixteen chunks of this model, and of one with half the layers
-        return 20 * work.forward(max(CHUNKS) * tokens)
-
+    affordable = SECONDS * 2 * side**3 / min(seconds) / WORK
+    work = ModelWork.of(model, _read(question.config))
+    tokens, (least, most) = chunk_tokens, CHUNKS
     page = question.config.page_tokens if question.config.attention == "sparse" else 1
-    while flops() > SECONDS * rate and tokens // 2 >= max(LEAST_CHUNK, page):
+    while work.forward(least * tokens) > affordable and tokens // 2 >= max(LEAST_CHUNK, page):
         tokens //= 2
-    return max(tokens // page, 1) * page
+    tokens = max(tokens // page, 1) * page
+    wanted = min(max(-(-context_tokens // tokens), least), most)
+    while wanted > least and work.forward(wanted * tokens) > affordable:
+        wanted -= 1
+    return tokens, wanted
 
 
-def _timed(model: Any, length: int, question: _Question) -> list[tuple[Pass, float]]:
-    """(work, seconds) of the fill's chunks and of each walk."""
-    c = question.config
-    read = (c.top_k_pages + c.recent_pages + c.sink_pages) * c.page_tokens if c.attention == "sparse" else None
-    work = ModelWork.of(model, read)
-    _step(model, min(CHUNKS) * length, length, question)  # compiles, chooses, allocates
-    rows = []
-    for chunks in CHUNKS:
-        runs = [_step(model, chunks * length, length, question) for _ in range(REPEATS)]
-        layered = runs[0][1]
-        ticks = [min(seconds) for seconds in zip(*(run[0] for run in runs), strict=True)]  # others only ever delay
-        bounds = [(i * length, (i + 1) * length) for i in range(chunks)]
-        everything = range(chunks if layered else chunks - 1)
-        fill, walk = chunk_passes(work, bounds, Kept(everything, everything, layered))
-        rows += list(zip(fill[1:], ticks[1 : chunks - 1], strict=True))  # the first has what begins a step in it
-        rows.append((Pass(*map(sum, zip(*walk))), sum(ticks[chunks - 1 :])))
-    return rows
+def _read(config: ChunkConfig) -> int | None:
+    """Tokens that a sparse layer reads at most; None for dense attention."""
+    if config.attention != "sparse":
+        return None
+    return (config.top_k_pages + config.recent_pages + config.sink_pages) * config.page_tokens
+
+
+def _timed(model: Any, length: int, chunks: int, question: _Question) -> list[tuple[Pass, float]]:
+    """(work, seconds) of each chunk, in the fill and in the walk."""
+    _step(model, 2 * length, length, question)  # compiles, chooses, allocates
+    runs = [_step(model, chunks * length, length, question) for _ in range(REPEATS)]
+    layered = runs[0][1]
+    ticks = [min(seconds) for seconds in zip(*(run[0] for run in runs), strict=True)]  # others only ever delay
+    everything = range(chunks if layered else chunks - 1)
+    bounds = [(i * length, (i + 1) * length) for i in range(chunks)]
+    work = ModelWork.of(model, _read(question.config))
+    return pair(ticks, *chunk_passes(work, bounds, Kept(everything, everything, layered)))
+
+
+def pair(ticks: Sequence[float], fill: Sequence[Pass], walk: Sequence[Pass]) -> list[tuple[Pass, float]]:
+    """(work, seconds) of a step's passes but for those in whose time a step begins, turns and ends.
+
+    ticks: seconds of the fill's chunks, of the last one's forward, of the walk's chunks from the last one on
+    """
+    back = ticks[len(fill) + 1 :]
+    return [*zip(fill[2:], ticks[2 : len(fill)], strict=True), *zip(walk[-2:0:-1], back[1:-1], strict=True)]
 
 
 def _step(model: Any, tokens: int, length: int, question: _Question) -> tuple[list[float], bool]:
@@ -200,7 +213,7 @@ def _now(device: torch.device) -> float:
 
 
 def _solve(rows: list[tuple[Pass, float]]) -> list[float]:
-    """Seconds a FLOP of each kind takes: least squares over relative errors, none below zero."""
+    """Seconds that one of each kind takes: least squares over relative errors, none below zero."""
     x = torch.tensor([work for work, _ in rows], dtype=torch.float64)
     y = torch.tensor([seconds for _, seconds in rows], dtype=torch.float64)
     x = x / y[:, None]

@@ -16,13 +16,16 @@ PRIOR = 0.01  # weight of "linear and attention run at one speed" against what w
 
 
 class Pass(NamedTuple):
-    """Floating-point operations of one pass over one chunk, or seconds for each, by kind."""
+    """Floating-point operations of one pass over one chunk, or seconds for each, by kind; `chunk` counts a pass of the
+    fill (what the walk takes whatever the layers is with the head).
+    """
 
     linear: float = 0.0  # matrix products of the layers, forward
     linear_back: float = 0.0
     attention: float = 0.0
     attention_back: float = 0.0
     head: float = 0.0  # the head and its loss, both ways
+    chunk: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def chunk_passes(work: ModelWork, bounds: Sequence[tuple[int, int]], kept: Kept)
         attention = work.attention * work.pairs(start, stop)
         attention_end = work.attention * _seen(work.windows[-1], start, stop)
         if i < last:
-            fill.append(Pass(linear - end + work.entry * tokens, attention=attention - attention_end))
+            fill.append(Pass(linear - end + work.entry * tokens, attention=attention - attention_end, chunk=1.0))
         found = i in kept.attention
         if kept.layer_by_layer:
             before = i == last or (kept.layers is not None and i not in kept.layers)

@@ -116,8 +116,8 @@ def plan_step(
     def measured(chunk_tokens: int) -> Speeds | None:
         try:
             return calibrate(
-                model_config, chunk_tokens=chunk_tokens, config=config.chunks, device=device, dtype=dtype,
-                autocast=autocast, adapters=adapters, targets=adapter_targets(config),
+                model_config, chunk_tokens=chunk_tokens, context_tokens=config.context, config=config.chunks,
+                device=device, dtype=dtype, autocast=autocast, adapters=adapters, targets=adapter_targets(config),
             )  # fmt: skip
         except Exception as error:  # a run does not depend on it; what is wrong with the run itself its first step says
             warnings.warn(
