@@ -185,6 +185,26 @@ def test_what_the_system_refuses_is_the_same_error(monkeypatch, free):
 
 
 @linux
+def test_a_limit_of_the_process_is_named_by_what_fits():
+    """Memory is free, but the process may not have it (ulimit -v)."""
+    code = """
+        import resource
+        from pathlib import Path
+        from offload import HostOutOfMemory, PinnedArena
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 30),) * 2)
+        try:
+            PinnedArena(2 << 30)
+        except HostOutOfMemory as error:
+            assert error.requested == 2 << 30 and error.largest <= error.free, str(error)
+            assert 900 << 20 < error.largest < 1 << 30, str(error)
+        else:
+            raise AssertionError("no limit")
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60)
+
+
+@linux
 def test_too_large_for_this_machine():
     with pytest.raises(HostOutOfMemory) as caught:
         PinnedArena(1 << 60)

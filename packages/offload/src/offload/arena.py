@@ -240,7 +240,8 @@ def _allocate(nbytes: int) -> Any:
     try:
         block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise _too_large(nbytes, free or 0, free or 0) from error
+        largest = _largest_mapping(nbytes)  # a limit of the process's own (ulimit -v), or of what may be promised
+        raise _too_large(nbytes, largest if free is None else min(free, largest), largest - largest // 64) from error
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             with suppress(OSError):  # a kernel built without it
@@ -248,6 +249,19 @@ def _allocate(nbytes: int) -> Any:
     buffer = (ctypes.c_char * nbytes).from_buffer(block)
     weakref.finalize(buffer, _drop, block, os.getpid()).atexit = False
     return buffer
+
+
+def _largest_mapping(refused: int) -> int:
+    """The most bytes that the system maps at once, to a MiB. Nothing is touched."""
+    fits = 0
+    while refused - fits > 1 << 20:
+        middle = (fits + refused) // 2
+        try:
+            mmap.mmap(-1, middle, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+            fits = middle
+        except (OSError, OverflowError):
+            refused = middle
+    return fits
 
 
 def _too_large(nbytes: int, free: int, largest: int) -> HostOutOfMemory:
