@@ -114,6 +114,16 @@ BAD_MOVES = {
     "broadcast": lambda o: o.fetch(torch.zeros(3, 2), torch.zeros(2)),
     "broadcast back": lambda o: o.write_back(torch.zeros(3, 2), torch.zeros(1)),
     "not a tensor": lambda o: o.fetch(torch.zeros(3), [0.0, 0.0, 0.0]),
+    "nothing": lambda o: o.fetch(None, torch.zeros(3)),
+    "a module": lambda o: o.write_back(torch.zeros(3), torch.nn.Linear(2, 2)),
+    "a list of lists": lambda o: o.fetch([[torch.zeros(3)]], [[torch.zeros(3)]]),
+    "an array": lambda o: o.fetch(torch.zeros(3), torch.zeros(3).numpy()),
+    "expanded": lambda o: o.fetch([torch.zeros(3), torch.zeros(1).expand(3)], [torch.zeros(3)] * 2),
+    "gather into expanded": lambda o: o.gather(torch.zeros(1, 2).expand(2, 2), torch.zeros(5, 2), torch.tensor([1, 2])),
+    "gather sparse": lambda o: o.gather(torch.zeros(1, 3), torch.eye(3).to_sparse(), torch.tensor([0])),
+    "gather conjugated": lambda o: o.gather(lazy(1).resolve_conj(), lazy(3), torch.tensor([2])),
+    "scatter conjugated": lambda o: o.scatter(lazy(3).resolve_conj(), lazy(1), torch.tensor([2])),
+    "scatter negated": lambda o: o.scatter(torch.zeros(3), lazy(1).imag, torch.tensor([2])),
     "meta": lambda o: o.fetch(torch.zeros(3), torch.zeros(3, device="meta")),
     "gather rows": lambda o: o.gather(torch.zeros(3, 2), torch.zeros(5, 2), torch.tensor([1, 2])),
     "gather row shape": lambda o: o.gather(torch.zeros(2, 1), torch.zeros(5, 2), torch.tensor([1, 2])),
@@ -132,10 +142,29 @@ BAD_MOVES = {
 }
 
 
+def lazy(rows):
+    """Numbers that are not what their bytes say."""
+    return torch.full((rows,), 1 + 2j).conj()
+
+
 @pytest.mark.parametrize("move", BAD_MOVES.values(), ids=BAD_MOVES)
 def test_bad_moves_are_refused(move):
     with pytest.raises(ValueError, match=r"^(fetch|write_back|gather|scatter): "):
         move(Offloader("cpu"))
+
+
+def test_a_list_of_which_one_is_refused_changes_nothing():
+    first = torch.zeros(3)
+    for second in (torch.zeros(1).expand(3), torch.zeros(3, dtype=torch.int64), torch.zeros(4), None):
+        with pytest.raises(ValueError, match="fetch: "):
+            Offloader("cpu").fetch([first, second], [torch.ones(3)] * 2)
+    assert not first.any()
+
+
+def test_fetched_as_they_read_whatever_their_bytes_say():
+    away = lazy(3).resolve_conj().zero_()
+    Offloader("cpu").fetch(away, lazy(3)).wait()
+    assert torch.equal(away, lazy(3))
 
 
 def test_refused_scatter_changes_nothing():

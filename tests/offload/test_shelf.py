@@ -168,6 +168,27 @@ def test_without_room_anywhere_the_numbers_are_named():
     assert torch.equal(shelf.get("a")[0], numbers())
 
 
+@pytest.mark.parametrize("tensors", [numbers(), None, 3, [1.0, 2.0], [numbers(), None], "ab", iter([numbers()])])
+def test_only_sequences_of_tensors_are_put_away(tensors):
+    """A tensor by itself would be taken for a sequence of its rows."""
+    shelf = shelf_of(1000)
+    with pytest.raises(ValueError, match="expected a list or tuple of tensors to put away as 'a'"):
+        shelf.put("a", tensors)
+    assert "a" not in shelf
+
+
+def test_tensors_of_another_device_are_refused():
+    shelf = shelf_of(1000)
+    with pytest.raises(ValueError, match="expected tensors on cpu to put away as 'a', got some on cpu, meta"):
+        shelf.put("a", (numbers(), numbers().to("meta")))
+
+
+@pytest.mark.parametrize("device_bytes", [-1, 1.5, "auto", "8GiB", None, True])
+def test_a_budget_is_a_number_of_bytes(device_bytes):
+    with pytest.raises(ValueError, match="device_bytes must be an integer of at least 0"):
+        shelf_of(device_bytes)
+
+
 def test_a_key_serves_once_at_a_time():
     shelf = shelf_of(1000)
     shelf.put("a", (numbers(),))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -115,6 +115,7 @@ class Offloader:
         Source: oracle: reference.gather
         """
         self._check("gather", dst, src, self.device, HOST)
+        _check_plain("gather", dst, src)
         rows = self._check_ids("gather", ids, src)
         _check_shape("gather", dst, (len(rows), *src.shape[1:]))
         if self._direct(src, dst):
@@ -136,6 +137,7 @@ class Offloader:
         Source: oracle: reference.scatter
         """
         self._check("scatter", dst, src, HOST, self.device)
+        _check_plain("scatter", dst, src)
         rows = self._check_ids("scatter", ids, dst)
         _check_shape("scatter", src, (len(rows), *dst.shape[1:]), name="src")
         if rows.device == HOST and len(rows.unique()) != len(rows):
@@ -193,6 +195,9 @@ class Offloader:
     def _pairs(
         self, call: str, dst: Tensors, src: Tensors, dst_device: torch.device, src_device: torch.device
     ) -> list[tuple[Tensor, Tensor]]:
+        for x in (dst, src):
+            if not isinstance(x, Iterable):
+                raise ValueError(f"{call}: dst and src must be tensors or lists of them, got {type(x).__name__}")
         targets, sources = ([x] if isinstance(x, Tensor) else list(x) for x in (dst, src))
         if len(targets) != len(sources):
             raise ValueError(
@@ -212,6 +217,8 @@ class Offloader:
             )
         if dst.dtype != src.dtype:
             raise ValueError(f"{call}: dst and src must have one dtype, got {dst.dtype} and {src.dtype}: convert first")
+        if dst.layout is torch.strided and any(n > 1 and step == 0 for n, step in zip(dst.shape, dst.stride())):
+            raise ValueError(f"{call}: dst must have memory for each element, got an expanded tensor: clone it first")
 
     def _check_ids(self, call: str, ids: Tensor, table: Tensor) -> Tensor:
         """The ids, known to be rows of `table` where the CPU can see them."""
@@ -233,6 +240,14 @@ class Offloader:
                 f"{call}: ids must lie in [0, {len(table)}), got {int(rows.min())} to {int(rows.max())}: "
                 "drop padding (-1) first"
             )
+
+
+def _check_plain(call: str, *tensors: Tensor) -> None:
+    """Rows are moved by their bytes, which must be what the tensor says."""
+    for x in tensors:
+        if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+            kind = x.layout if x.layout is not torch.strided else "a lazily conjugated or negated view"
+            raise ValueError(f"{call}: dst and src must be dense tensors, got {kind}: to_dense() or resolve it first")
 
 
 def _check_shape(call: str, tensor: Tensor, expected: tuple[int, ...], name: str = "dst") -> None:

@@ -39,10 +39,13 @@ class Shelf:
     The arena's bytes are not given back one by one: whoever made the arena resets it after `clear`.
 
     Units:  device_bytes in bytes
-    Raises: HostOutOfMemory from `put` when the arena is full, or when there is none
+    Raises: ValueError for a number of bytes that is none; HostOutOfMemory from `put` when the arena is full, or when
+            there is none
     """
 
     def __init__(self, lanes: Lanes, arena: PinnedArena | None, *, device_bytes: int = 0) -> None:
+        if not isinstance(device_bytes, int) or isinstance(device_bytes, bool) or device_bytes < 0:
+            raise ValueError(f"device_bytes must be an integer of at least 0, got {device_bytes!r}")
         self._lanes, self._arena = lanes, arena
         self._room = device_bytes
         self._entries: dict[Hashable, _Entry] = {}
@@ -55,10 +58,17 @@ class Shelf:
         """Put tensors of the device away. Enqueues copies; returns at once.
 
         near: keep them on the device, beside `device_bytes`, of which they take nothing.
-        Raises: ValueError for a key that is taken; RuntimeError if what was put away before has been written to since
+        Raises: ValueError for a key that is taken, and for anything but a sequence of tensors on the device;
+                RuntimeError if what was put away before has been written to since
         """
         if key in self._entries:
             raise ValueError(f"expected a key that is free, got {key!r}, which holds something: drop it first")
+        if not isinstance(tensors, Sequence) or not all(isinstance(x, Tensor) for x in tensors):
+            got = type(tensors).__name__
+            raise ValueError(f"expected a list or tuple of tensors to put away as {key!r}, got {got}: put [tensor]")
+        if any(x.device != self._lanes.device for x in tensors):
+            got = ", ".join(sorted({str(x.device) for x in tensors}))
+            raise ValueError(f"expected tensors on {self._lanes.device} to put away as {key!r}, got some on {got}")
         kept = tuple(x.detach() for x in tensors)
         size = sum(x.numel() * x.element_size() for x in kept)
         if near or size <= self._room:
