@@ -86,6 +86,8 @@ def test_bytes_may_carry_a_unit(text, count):
         (["--chunk-tokens", "many"], "--chunk-tokens must be a whole number or auto, got 'many'"),
         (["--lr", "fast"], "--lr must be a number, got 'fast'"),
         (["--host-budget-bytes", "8G"], "--host-budget must be a number of bytes like 500MB or 8GiB or auto"),
+        (["--gpu-kv-budget", "1.5"], "--gpu-kv-budget must be a number of bytes like 500MB or 8GiB or auto, got '1.5'"),
+        (["--host-budget", "0.5b"], "--host-budget must be a number of bytes like 500MB or 8GiB or auto, got '0.5b'"),
         (["--check-recompute", "maybe"], "--check-recompute must be true or false, got 'maybe'"),
         (["--grad-page-dtype", "int8"], "--grad-page-dtype must be float32, bfloat16 or float64 or none, got 'int8'"),
         (["--attention", "linear"], "--attention must be dense, sparse, got 'linear'"),

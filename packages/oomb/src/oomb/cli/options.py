@@ -234,7 +234,9 @@ def _int(value: Any) -> int | None:
 def _bytes(value: Any) -> int | None:
     if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", value.lower())):
         unit = _UNITS.get(match[2])
-        return None if unit is None else int(Fraction(match[1]) * unit)
+        if unit is None or (unit == 1 and "." in match[1]):  # half a byte is a unit forgotten
+            return None
+        return int(Fraction(match[1]) * unit)
     return _int(value)
 
 
