@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -136,6 +137,36 @@ def test_an_arena_that_is_refused_leaves_the_next_step_right(case, monkeypatch):
         with pytest.raises(HostOutOfMemory, match="does not fit"):
             case.step()
     case.step()
+    case.check()
+
+
+@pytest.mark.parametrize("what", ["Held.of", "HeldRope", "Machine.now", "place"])
+def test_what_fails_before_the_first_chunk_has_taken_no_host_memory(case, what, monkeypatch):
+    """Whoever holds the error would hold the memory with it, and the next step would look for as much again."""
+
+    def fail(*args, **more):
+        raise torch.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"oomb.api.{what}", fail)
+        with pytest.raises(torch.OutOfMemoryError, match="planted") as held:
+            case.step()
+    case.check()
+    del held
+
+
+def test_a_forgotten_loss_may_end_at_any_moment(case):
+    """The garbage collector runs wherever this thread is, in the middle of giving another loss's memory back too."""
+    lease = oomb.host.HostLease(oomb.host.spare_bytes(), torch.device(case.device))
+
+    def collected() -> None:
+        with oomb.host._lock:
+            lease.release()
+
+    thread = threading.Thread(target=collected, daemon=True)
+    thread.start()
+    thread.join(timeout=10)
+    assert not thread.is_alive(), "it waits for a lock that its own thread holds"
     case.check()
 
 

@@ -182,9 +182,10 @@ def _prepare(
     machine = Machine.now(parts.device)
     rows, tokens = batch.ids.shape
     chunks = batch.cut(chunk_length(config, parts, profile, tokens, batch=rows, train=training, machine=machine))
-    past, context = _storage(parts, profile, batch, chunks, config, training=training, machine=machine)
     rope = HeldRope(parts.decoder, last_position)
     held = Held.of(parts.causal, profile.touched)
+    # last of all: what fails before holds no host memory
+    past, context = _storage(parts, profile, batch, chunks, config, training=training, machine=machine)
     token_loss = loss_fn or cross_entropy
     return _Run(parts, profile, batch, chunks, config, token_loss, past, context, rope, held, training, progress)
 

@@ -12,7 +12,7 @@ from offload import Lanes, PinnedArena, lanes_for
 # Pinning costs a third of a second per GiB, so what one loss gives back is kept for the next. It is the process's, as
 # the memory is: losses do not know each other. At most one entry, the largest.
 _spare: list[tuple[PinnedArena, torch.device]] = []
-_lock = threading.Lock()
+_lock = threading.RLock()  # the garbage collector may end a forgotten loss while this thread holds it
 os.register_at_fork(after_in_child=_spare.clear)  # a fork does not inherit the memory
 _imported_by = os.getpid()
 
