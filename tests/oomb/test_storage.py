@@ -4,12 +4,18 @@ them.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.models import build, configs
+from tests.oomb.lanes import watched
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload import HostOutOfMemory
+from oomb import ChunkConfig, chunked_backward
 from oomb.host import HostLease
 from oomb.probe import LayerFacts
 from oomb.storage import Budget, Stored, TieredPast, divide, one_page_bytes
@@ -159,3 +165,33 @@ def test_recomputed_values_that_differ_name_their_layer():
     past.compare(0, k, v * 1.01)
     with pytest.raises(RuntimeError, match="layer 0: keys or values"):
         past.close(0, "walk")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_enqueued_does_not_depend_on_how_many_pages_a_segment_has(packed):
+    """Python does a step's work by segments: 32 or 2 pages in each make the same calls and the same copies."""
+    model = build(configs()["qwen2"])
+    ids = torch.randint(61, (1, 260), generator=torch.Generator().manual_seed(0))
+    documents = torch.arange(260)[None] // 50 if packed else None
+    there = {"gpu_kv_budget_bytes": 1, "gpu_keep_budget_bytes": 0, "backend": "reference"}
+
+    def step(page: int) -> tuple[Counter, int]:
+        calls: list[str] = []
+        config = ChunkConfig(chunk_tokens=32, page_tokens=page, segment_tokens=64, **there)
+        with watched(on=calls.append), Copies() as copies:
+            chunked_backward(model, ids, document_ids=documents, config=config)
+        return Counter(calls), copies.count
+
+    calls, copies = step(32)
+    assert calls["in"] > 100 and calls["out"] > 50 and copies > 500
+    assert step(2) == (calls, copies)
+
+
+class Copies(TorchDispatchMode):
+    """Counts torch's copies."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator is torch.ops.aten.copy_.default
+        return operator(*args, **(kwargs or {}))
