@@ -18,12 +18,15 @@ from paged_kv.triton_tiles import Tile, tile_for
 
 def parse_tile(text: str) -> Tile:
     size, _, per_sm = text.partition("/")
+    size, _, widest = size.partition("w")
     rows, keys, warps, stages = (int(x) for x in size.rstrip("a").split("x"))
-    return Tile(rows, keys, warps, stages, per_sm=int(per_sm or 1), ahead=size.endswith("a"))
+    ahead = size.endswith("a")
+    return Tile(rows, keys, warps, stages, per_sm=int(per_sm or 1), ahead=ahead, widest=int(widest or 128))
 
 
 def tile_text(tile: Tile) -> str:
     text = f"{tile.rows}x{tile.keys}x{tile.warps}x{tile.stages}" + "a" * tile.ahead
+    text += f"w{tile.widest}" if tile.widest != 128 else ""
     return text + (f"/{tile.per_sm}" if tile.per_sm > 1 else "")
 
 
@@ -88,9 +91,9 @@ dq/64: 128x128x8x2 128x64x8x3/2 64x128x4x2/2 64x64x4x3/3 128x128x8x3 128x64x4x2/
 fwd/256: 128x64x8x2a 128x64x8x2 128x64x8x3 64x64x4x2 128x32x8x3a
 dkdv/256: 32x64x8x2 64x64x8x2 64x64x8x1 32x64x8x1
 dq/256: 128x32x8x2 128x64x8x1 64x64x8x2 64x32x4x2
-window fwd/64: 128x128x8x1/2 128x64x8x1/2 64x128x4x1/4 64x64x4x1/4 128x128x4x1/2 64x128x4x1/3 128x128x8x1
-window dq/64: 128x64x8x1/2 128x32x8x1/2 64x64x4x1/4 128x64x4x1/2 64x64x4x1/3 128x64x8x1
-window dkdv/64: 64x64x4x3/2 64x64x4x2/2 64x64x4x4/2 64x64x4x2/3 128x64x8x2 64x128x8x2
+window fwd/64: 64x16x4x1/4 64x32x4x3/3 64x32x4x3w64/3 64x16x4x3/3 64x64x4x3/3 64x32x4x1/4
+window dq/64: 64x64x4x3w64/2 64x32x4x3w64/2 64x32x4x2w64/3 64x16x4x3/2 64x64x4x2w64/2
+window dkdv/64: 64x64x4x3/2 64x64x4x4/2 64x64x4x2/2 128x64x4x2/2 128x64x4x3/2
 """
 
 

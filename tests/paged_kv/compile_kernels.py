@@ -44,11 +44,9 @@ def describe(name, dtype, flags, constants):
     in_window = "UNIFORM" in constants
     if name in KEYS:
         return f"*{dtype}" if in_window else f"tensordesc<{dtype}[1, 1, {constants['BLOCK_N']}, {dim}]>"
-    if name in ("q_rows", "dout_rows", "out_rows"):
-        if not in_window:
-            return f"tensordesc<{dtype}[1, {constants['BLOCK_M']}, {dim}]>"
-        queries = constants.get("QUERIES", constants["BLOCK_M"])
-        return f"tensordesc<{dtype}[1, {queries}, {constants['BLOCK_M'] // queries}, {dim}]>"
+    if name in ("q_rows", "dout_rows", "out_rows", "dq_rows"):
+        rows = f"{constants['QUERIES']}, {constants['SHARE']}" if in_window else constants["BLOCK_M"]
+        return f"tensordesc<{dtype}[1, {rows}, {dim}]>"
     if name in INPUTS or (name in OUTPUTS and "split" not in flags):
         return f"*{dtype}"
     if name in INTEGERS:
@@ -87,16 +85,14 @@ def constants_of(kernel, dim, dtype, flags, capability):
 
 
 def window_constants(kernel, shape, flags, tile):
-    """As triton_window_launch makes them. `flags` start with the window; whole: a tile of rows is whole queries."""
-    shape |= {"REPEAT": 8 if "whole" in flags else 7, "BLOCK_M": tile.rows, "WINDOW": int(flags[0])}
+    """As triton_window_launch makes them. `flags` start with the window; whole: a tile has several heads."""
+    shape |= {"REPEAT": 8 if "whole" in flags else 7, "WINDOW": int(flags[0]), "STAGES": tile.stages}
     shape |= {"DOCUMENTS": "documents" in flags, "UNIFORM": True}
+    heads = triton_window_launch.heads_of(tile, shape["REPEAT"], triton_window_launch.DKDV_HEADS)
     if kernel == "window dkdv":
-        more = {"PAST": True, "ATOMIC": "atomic" in flags, "STAGES": tile.stages}
-        return shape | {"BLOCK_N": tile.keys} | more, tile.warps, tile.stages
-    if kernel == "window fwd":
-        queries = tile.keys
-        more = {"QUERIES": queries, "LAST": shape.pop("WINDOW") // queries, "SINKS": "sinks" in flags}
-        return shape | more | {"STAGES": tile.stages}, tile.warps, tile.stages
+        shape |= heads | {"BLOCK_N": tile.keys, "PAST": True, "ATOMIC": "atomic" in flags}
+        return shape, tile.warps, tile.stages
+    shape |= {"SINKS": "sinks" in flags} if kernel == "window fwd" else {"TOGETHER": heads["SHARE"]}
     return shape | triton_window_launch.tiling_of(shape["WINDOW"], tile, shape["REPEAT"]), tile.warps, tile.stages
 
 
@@ -110,9 +106,8 @@ def compile_one(arch, name):
     source = ASTSource(function, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     if kernel.startswith("window"):
-        options |= triton_window_launch.registers_of(
-            tile_for(kernel, constants["DIM"], DTYPES[dtype], divmod(arch, 10))
-        )
+        tile = tile_for(kernel, constants["DIM"], DTYPES[dtype], divmod(arch, 10))
+        options |= triton_window_launch.registers_of(tile, constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage = resources(compiled.asm["cubin"])
     return {

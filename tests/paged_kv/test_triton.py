@@ -1,5 +1,6 @@
 """The Triton backend in the interpreter, against dense attention in float64. Races and bfloat16: test_cuda.py."""
 
+import itertools
 from contextlib import ExitStack
 from unittest import mock
 
@@ -33,15 +34,15 @@ TILES = {
         "dq": Tile(16, 32, 4, 2),
         "window fwd": Tile(16, 16, 4, 1),
         "window dkdv": Tile(32, 16, 4, 2),
-        "window dq": Tile(16, 64, 4, 1),
+        "window dq": Tile(32, 32, 4, 2),
     },
     "ahead": {
         "fwd": Tile(16, 16, 4, 2, ahead=True),
         "dkdv": Tile(16, 64, 4, 2),
         "dq": Tile(64, 16, 4, 2),
-        "window fwd": Tile(32, 16, 4, 2),
+        "window fwd": Tile(32, 16, 4, 2, widest=16),
         "window dkdv": Tile(16, 32, 4, 2),
-        "window dq": Tile(32, 16, 4, 1),
+        "window dq": Tile(16, 16, 4, 1, widest=32),
     },
     "split": {  # so many programs at once that keys and rows are shared out
         "fwd": Tile(64, 16, 4, 2, per_sm=60, ahead=True),
@@ -49,7 +50,7 @@ TILES = {
         "dq": Tile(64, 32, 4, 2, per_sm=60),
         "window fwd": Tile(32, 32, 4, 1, per_sm=2),
         "window dkdv": Tile(64, 64, 4, 2, per_sm=2),
-        "window dq": Tile(64, 32, 4, 1, per_sm=2),
+        "window dq": Tile(64, 16, 4, 1, per_sm=2),
     },
 }
 
@@ -368,37 +369,33 @@ def test_the_table_has_a_tile_for_everything():
             tile_for(kernel, dim, torch.bfloat16, (9, 0))
 
 
-@pytest.mark.parametrize("rows, repeat", [(128, 8), (128, 7), (16, 3), (16, 32), (64, 1), (16, 5)])
-def test_tiles_of_keys_cover_what_a_tile_of_rows_sees(rows, repeat):
-    queries = max(
-        (start + rows - 1) // repeat - start // repeat + 1 for start in range(0, rows * repeat, rows)
-    )  # fmt: skip
-    assert queries <= triton_window_launch.queries_of(rows, repeat) <= queries + 1
-    for window in (1, 5, 100, 128, 200, 256):
-        for most in (16, 64, 128):
-            widths = triton_window_launch.widths_of(window + queries - 1, most)
-            assert sum(widths) >= window + queries - 1 > sum(widths) - 16
-            assert all(16 <= w <= most and w & (w - 1) == 0 for w in widths)
+@pytest.mark.parametrize("repeat, heads", [(1, 1), (3, 1), (7, 1), (2, 2), (6, 2), (4, 4), (8, 4), (20, 4)])
+def test_tiles_of_keys_cover_what_a_tile_of_rows_sees(repeat, heads):
+    for window, widest in itertools.product((1, 5, 100, 128, 200, 256), (16, 64, 128)):
+        tiling = triton_window_launch.tiling_of(window, Tile(64, 16, 4, 1, widest=widest), repeat)
+        assert (tiling["SHARE"], tiling["QUERIES"]) == (heads, 64 // heads)
+        widths, span = tiling["WIDTHS"], window + 64 // heads
+        assert sum(widths) >= span > sum(widths) - 16
+        assert all(16 <= w <= widest and w & (w - 1) == 0 for w in widths)
+        assert tiling["STARTS"] == tuple(sum(widths[:i]) for i in range(len(widths)))
 
 
 @pytest.mark.parametrize(
-    "options, forward, backward",
+    "options, small",
     [
-        ({"window": 64}, True, True),
-        ({"window": 128, "dim": 128}, True, True),
-        ({"window": 100}, False, True),  # no whole tiles
-        ({"window": 64, "heads": 6}, False, True),  # three heads a group, two a tile
-        ({"window": 192, "dim": 128}, False, False),  # keys and values would not fit
-        ({"window": 64, "dim": 256}, False, False),
-        ({"window": 256, "lengths": (200,)}, False, False),  # it hides nothing
-        ({"window": None}, False, False),
+        ({"window": 64}, True),
+        ({"window": 128, "dim": 128}, True),
+        ({"window": 100}, True),
+        ({"window": 64, "heads": 6}, True),
+        ({"window": 192, "dim": 128}, False),  # keys and values would not fit
+        ({"window": 64, "dim": 256}, False),
+        ({"window": 256, "lengths": (200,)}, False),  # it hides nothing
+        ({"window": None}, False),
     ],
 )
-def test_which_windows_are_small(options, forward, backward):
+def test_which_windows_are_small(options, small):
     case = Case(**({"lengths": (500,)} | options))
-    problem = triton_problem.Problem.of(case.q, case.k, case.v, case.geometry)
-    assert problem.at_once is backward
-    assert triton_window_launch.serves_forward(problem) is forward
+    assert triton_problem.Problem.of(case.q, case.k, case.v, case.geometry).at_once is small
 
 
 @pytest.mark.parametrize("dim", [192, 256])

@@ -10,16 +10,18 @@ SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024} 
 SMALL = ["prepare/128/bf16", "merge_parts/128/bf16", "merge_two/128/bf16", "add_to_pages/128/bf16", "sinks/64/bf16"]
 # Bytes of stack, where a kernel has any. On Hopper loop-invariant scalars and the last store spill, the loops over the
 # past do not, but for heads wider than 128, where two stages that spill are faster than one that does not. Older chips
-# read pages through pointers, which take registers, and float32 has no matrix instructions. Windows at head dim 64 have
-# their registers bounded, so that four programs fit: that was the fastest.
+# read pages through pointers, which take registers, and float32 has no matrix instructions. The forward for windows at
+# head dim 64 has its registers bounded, so that four programs fit: that was the fastest. dQ for windows spills under
+# Triton 3.9, which stores the keys anew for each head; under 3.6 it has 80 bytes.
 STATED = {
     (80, "fwd"): 200, (80, "dkdv"): 200, (80, "dq"): 300,
     (89, "fwd"): 200, (89, "dkdv"): 200, (89, "dq"): 300,
     (90, "fwd"): 250, (90, "dkdv"): 550, (90, "dq"): 300,
-    (90, "window fwd"): 150, (90, "window dq"): 200, (90, "window dkdv"): 250,
-    (100, "fwd"): 250, (100, "dkdv"): 100, (100, "dq"): 100,
+    (90, "window fwd"): 150, (90, "window dq"): 450,
+    (100, "fwd"): 250, (100, "dkdv"): 100, (100, "dq"): 100, (100, "window fwd"): 50, (100, "window dq"): 500,
 }  # fmt: skip
 STATED_FLOAT32 = 12000
+WINDOWS = ["window fwd/64/bf16/128/whole/sinks", "window dq/64/bf16/128/whole", "window dkdv/64/bf16/128/whole"]
 
 
 def report(arch, names):
@@ -40,6 +42,7 @@ def judge(rows):
 @pytest.mark.parametrize("arch", [80, 89, 90, 100])
 def test_every_kernel_compiles(arch):
     names = [*SMALL, "fwd/128/bf16", "dkdv/128/bf16", "dq/128/bf16"]
+    names += WINDOWS if arch >= 90 else []  # older chips take the other kernels for small windows, too
     judge(report(arch, names))
 
 
@@ -49,7 +52,6 @@ def test_every_kernel_compiles(arch):
     [
         [f"{kernel}/{dim}/bf16" for kernel in ("fwd", "dkdv", "dq") for dim in (64, 80, 192, 256)],
         ["fwd/64/bf16/window/sinks", "dkdv/128/bf16/window", "dq/128/bf16/window"]
-        + ["window fwd/64/bf16/128/whole/sinks", "window dq/64/bf16/128/whole", "window dkdv/64/bf16/128"]
         + [
             f"window {kernel}/{dim}/fp16/{128 if kernel == 'fwd' else 120}/documents"
             for kernel in ("fwd", "dkdv", "dq")

@@ -18,7 +18,7 @@ from .past import Geometry, Segment
 from .triton_launch import dkdv_launch, dq_launch, forward_launch
 from .triton_problem import INTERPRETED, Partial, Problem, Rows, on_device
 from .triton_sinks import sinks_grad
-from .triton_window_launch import serves_forward, window_dkdv, window_dq, window_forward
+from .triton_window_launch import window_dkdv, window_dq, window_forward
 
 __all__ = ["backward", "backward_with_sinks", "forward"]
 
@@ -53,7 +53,7 @@ def forward(
     carry: Partial | None = None
     with on_device(q):
         for segment, last in _with_own(segments, geometry):
-            if last and carry is None and serves_forward(p):
+            if last and carry is None and p.at_once:
                 window_forward(p, segment, out, lse, sinks)
             else:
                 carry = forward_launch(p, segment, carry, out, lse, sinks, own=last)

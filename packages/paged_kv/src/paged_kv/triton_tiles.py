@@ -16,6 +16,7 @@ class Tile:
 
     Units: rows and keys of the tile; stages: depth of the software pipeline; per_sm: programs that fit a multiprocessor
     ahead: forward only, the next tile's scores are under way during a tile's softmax (twice the registers for them)
+    widest: small windows only, keys of the widest product
     """
 
     rows: int
@@ -24,6 +25,7 @@ class Tile:
     stages: int
     per_sm: int = 1
     ahead: bool = False
+    widest: int = 128
 
 
 # (kernel, head dim rounded up to a power of two)
@@ -38,13 +40,13 @@ _HOPPER = {
     ("dq", 128): Tile(128, 128, 8, 2),
     ("dq", 256): Tile(128, 64, 8, 1),
 }
-# The kernels for small windows. `keys` is how many queries a tile of "window fwd" has (of rows / keys heads), the
-# widest tile of "window dq", and what a program of "window dkdv" owns. Head dim 64 was measured, 128 was not.
+# The kernels for small windows. `keys` is how many queries the rows of "window fwd" and "window dq" are of (of rows /
+# keys heads), and what a program of "window dkdv" owns. Head dim 64 was measured, 128 was not.
 _WINDOW = {
-    ("window fwd", 64): Tile(64, 32, 4, 1, per_sm=4),
-    ("window fwd", 128): Tile(64, 32, 4, 1, per_sm=2),
-    ("window dq", 64): Tile(64, 64, 4, 1, per_sm=4),
-    ("window dq", 128): Tile(64, 32, 8, 1),
+    ("window fwd", 64): Tile(64, 16, 4, 1, per_sm=4),
+    ("window fwd", 128): Tile(64, 32, 4, 1, per_sm=2, widest=32),
+    ("window dq", 64): Tile(64, 64, 4, 3, per_sm=2, widest=64),
+    ("window dq", 128): Tile(64, 32, 4, 1, per_sm=2, widest=32),
     ("window dkdv", 64): Tile(64, 64, 4, 3, per_sm=2),
     ("window dkdv", 128): Tile(64, 64, 8, 2),
 }

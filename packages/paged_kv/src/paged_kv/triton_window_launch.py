@@ -18,10 +18,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .past import Segment
 from .triton_problem import Problem, Rows, check_pages
 from .triton_tiles import Tile
-from .triton_window import _window_dkdv_kernel, _window_dq_kernel
+from .triton_window_backward import _window_dkdv_kernel, _window_dq_kernel
 from .triton_window_forward import _window_fwd_kernel
 
 _LOG2E = math.log2(math.e)
+DKDV_HEADS = 2  # of a group a step, where they divide it: 256 bytes that lie in a row
 
 
 @dataclass(frozen=True)
@@ -49,41 +50,37 @@ class _Keys:
         return _Keys(segment.k, segment.v, slots, slots.shape[1], first, lengths, documents)
 
 
-def serves_forward(p: Problem) -> bool:
-    """Whether the window and the heads of a group are whole tiles of the forward's."""
-    if not p.at_once:
-        return False
-    tile = p.tile("window fwd")
-    return p.window % tile.keys == 0 and p.repeat % (tile.rows // tile.keys) == 0
-
-
 def window_forward(p: Problem, segment: Segment | None, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
-    """The whole forward in one launch: past, own block, sinks. A tile is `keys` queries of `rows / keys` heads."""
+    """The whole forward in one launch: past, own block, sinks."""
     tile = p.tile("window fwd")
     keys = _Keys.of(p, segment)
-    constants = _constants(p, tile)
-    del constants["WINDOW"]
-    heads = tile.rows // tile.keys
-    _window_fwd_kernel[triton.cdiv(p.tokens, tile.keys) * p.groups, p.batch](
-        _boxes(p.q, tile.keys, heads), p.k, p.v, keys.k, keys.v, keys.slots, keys.lengths, keys.documents,
-        lse if sinks is None else sinks, _boxes(out, tile.keys, heads), lse,
-        p.length or 0, p.tokens, keys.columns, keys.first, max(p.geometry.scale * _LOG2E, 1e-30),
-        QUERIES=tile.keys, LAST=p.window // tile.keys, SINKS=sinks is not None, STAGES=tile.stages, **constants,
+    tiling = tiling_of(p.window, tile, p.repeat)
+    _window_fwd_kernel[triton.cdiv(p.tokens, tiling["QUERIES"]) * p.groups, p.batch](
+        _boxes(p.q, tiling), p.k, p.v, keys.k, keys.v, keys.slots, keys.lengths, keys.documents,
+        lse if sinks is None else sinks, _boxes(out, tiling), lse,
+        p.length or 0, p.tokens, keys.columns, keys.first, _above_zero(p),
+        SINKS=sinks is not None, **_constants(p, tile, tiling),
     )  # fmt: skip
 
 
 def window_dq(p: Problem, segment: Segment | None, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor) -> Rows:
-    """dQ, and what the gradient of keys and sinks needs of each row: LSE and delta [B * H, C padded to whole tiles]."""
+    """dQ, and what the gradients of keys and sinks need of each row: LSE and delta.
+
+    Shapes: lse, delta [B * H / S, padded * S]: a step of dK, dV takes S heads, and whole tiles of queries
+    """
     tile = p.tile("window dq")
     keys = _Keys.of(p, segment)
+    tiling = tiling_of(p.window, tile, p.repeat)
     whole = p.tile("window dkdv").rows
     padded = triton.cdiv(p.tokens, whole) * whole
-    shape = (p.batch * p.groups * p.repeat, padded)
+    together = heads_of(p.tile("window dkdv"), p.repeat, DKDV_HEADS)["SHARE"]
+    shape = (p.batch * p.groups * p.repeat // together, padded * together)
     row_lse, delta = (torch.empty(shape, device=p.q.device, dtype=torch.float32) for _ in range(2))
-    _window_dq_kernel[triton.cdiv(padded * p.repeat, tile.rows) * p.groups, p.batch](
-        p.q, dout, out, lse, p.k, p.v, keys.k, keys.v, keys.slots, keys.lengths, keys.documents, row_lse, delta, dq,
-        p.length or 0, p.tokens, padded, keys.columns, keys.first, p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
-        **_row_constants(p, tile),
+    boxes = [_boxes(x, tiling) for x in (p.q, dout, out, dq)]
+    _window_dq_kernel[triton.cdiv(padded, tiling["QUERIES"]) * p.groups, p.batch](
+        *boxes, lse, p.k, p.v, keys.k, keys.v, keys.slots, keys.lengths, keys.documents, row_lse, delta,
+        p.length or 0, p.tokens, padded, keys.columns, keys.first, p.sign * p.geometry.scale, _above_zero(p),
+        TOGETHER=together, **_constants(p, tile, tiling),
     )  # fmt: skip
     return Rows(p.q, dout, row_lse, delta)
 
@@ -91,6 +88,7 @@ def window_dq(p: Problem, segment: Segment | None, dout: Tensor, out: Tensor, ls
 def window_dkdv(p: Problem, rows: Rows, segment: Segment | None, dk: Tensor, dv: Tensor, accumulate: str) -> None:
     """dK and dV of a window's past keys, into their gradient pages, and of the own block's, into `dk` and `dv`."""
     tile = p.tile("window dkdv")
+    heads = heads_of(tile, p.repeat, DKDV_HEADS)
     keys = _Keys.of(p, segment)
     past_tiles = 0
     pages_dk, pages_dv, grad_slots = dk, dv, keys.slots
@@ -103,69 +101,71 @@ def window_dkdv(p: Problem, rows: Rows, segment: Segment | None, dk: Tensor, dv:
     together = p.batch == 1 or segment is None or p.disjoint(segment)
     for batch, count in [(0, p.batch)] if together else [(b, 1) for b in range(p.batch)]:
         _window_dkdv_kernel[programs, count](
-            _boxes(p.q, tile.rows), _boxes(rows.dout, tile.rows), p.k, p.v, keys.k, keys.v, keys.slots, grad_slots,
+            _boxes(p.q, heads), _boxes(rows.dout, heads), p.k, p.v, keys.k, keys.v, keys.slots, grad_slots,
             keys.lengths, keys.documents, rows.lse, rows.delta, pages_dk, pages_dv, dk, dv,
-            batch, p.length or 0, p.tokens, rows.lse.shape[1], keys.columns, keys.first, past_tiles,
+            batch, p.length or 0, p.tokens, rows.lse.shape[1] // heads["SHARE"], keys.columns, keys.first, past_tiles,
             p.geometry.scale, p.geometry.scale * _LOG2E,
-            BLOCK_N=tile.keys, PAST=past_tiles > 0, ATOMIC=accumulate == "atomic", STAGES=tile.stages,
-            **_constants(p, tile),
+            BLOCK_N=tile.keys, PAST=past_tiles > 0, ATOMIC=accumulate == "atomic", **_constants(p, tile, heads),
         )  # fmt: skip
 
 
-def _boxes(x: Tensor, queries: int, heads: int = 1) -> TensorDescriptor:
+def _boxes(x: Tensor, rows: dict[str, Any]) -> TensorDescriptor:
     """Boxes of neighbouring queries and heads in [B, C, H, D]."""
     if x.data_ptr() % 16:
         x = x.clone()
-    return TensorDescriptor.from_tensor(x, [1, queries, heads, triton.next_power_of_2(x.shape[3])])
+    return TensorDescriptor.from_tensor(x, [1, rows["QUERIES"], rows["SHARE"], triton.next_power_of_2(x.shape[3])])
 
 
-def _constants(p: Problem, tile: Tile) -> dict[str, Any]:
-    return {
+def _constants(p: Problem, tile: Tile, rows: dict[str, Any]) -> dict[str, Any]:
+    return rows | {
         "GROUPS": p.groups,
         "REPEAT": p.repeat,
         "HEAD_DIM": p.dim,
         "DIM": triton.next_power_of_2(p.dim),
         "PAGE": p.geometry.page_tokens,
-        "BLOCK_M": tile.rows,
         "WINDOW": p.window,
         "DOCUMENTS": p.geometry.documents is not None,
         "UNIFORM": p.length is not None,
+        "STAGES": tile.stages,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
         "enable_fp_fusion": True,
-        **registers_of(tile),
+        **registers_of(tile, rows),
     }
 
 
-def registers_of(tile: Tile) -> dict[str, int]:
-    """The bound on a thread's registers that lets `per_sm` programs share a multiprocessor, if one is needed."""
+def registers_of(tile: Tile, rows: dict[str, Any]) -> dict[str, int]:
+    """The bound on a thread's registers that lets `per_sm` programs share a multiprocessor, if one is needed.
+
+    More queries than the tile's, for want of heads, see more keys: they get the registers that they ask for.
+    """
     threads = 32 * tile.warps * tile.per_sm
-    return {"maxnreg": 65536 // threads // 8 * 8} if threads > 256 else {}
+    return {"maxnreg": 65536 // threads // 8 * 8} if threads > 256 and rows["QUERIES"] <= tile.keys else {}
 
 
-def _row_constants(p: Problem, tile: Tile) -> dict[str, Any]:
-    return _constants(p, tile) | tiling_of(p.window, tile, p.repeat)
+def _above_zero(p: Problem) -> float:
+    """The scale in base 2, times which a score of -inf stays one."""
+    return max(p.geometry.scale * _LOG2E, 1e-30)
+
+
+def heads_of(tile: Tile, repeat: int, heads: int) -> dict[str, Any]:
+    """A tile's rows are QUERIES queries of SHARE heads: `heads` of them, as far as that divides a group."""
+    share = math.gcd(repeat, heads)
+    return {"SHARE": share, "QUERIES": tile.rows // share}
 
 
 def tiling_of(window: int, tile: Tile, repeat: int) -> dict[str, Any]:
-    """How the keys that a tile of rows sees are cut, counted from the first that its first query sees."""
-    queries = queries_of(tile.rows, repeat)
-    widths = widths_of(window + queries - 1, tile.keys)
+    """What a tile's rows are, and how the keys that they see are cut: a window before them, and their own."""
+    rows = heads_of(tile, repeat, tile.rows // tile.keys)
+    widths = widths_of(window + rows["QUERIES"], tile.widest)
     starts = tuple(accumulate(widths[:-1], initial=0))
-    edges = tuple(start < queries - 1 or start + width > window for start, width in zip(starts, widths))
-    return {"QUERIES": queries, "STARTS": starts, "WIDTHS": widths, "EDGES": edges}
-
-
-def queries_of(rows: int, repeat: int) -> int:
-    """How many queries a tile of rows may touch."""
-    return rows // repeat if rows % repeat == 0 else (rows - 2) // repeat + 2
+    return rows | {"STARTS": starts, "WIDTHS": widths}
 
 
 def widths_of(span: int, most: int) -> tuple[int, ...]:
-    """Powers of two from 16 to `most` that cover `span` keys, narrow ones first: the edges' masks cost by width."""
+    """Powers of two from 16 to `most` that cover `span` keys, wide ones first."""
     widths: list[int] = []
     while span > 0:
-        width = min(most, 1 << (span.bit_length() - 1))
-        widths.append(max(width, 16))
+        widths.append(max(min(most, 1 << (span.bit_length() - 1)), 16))
         span -= widths[-1]
-    return tuple(sorted(widths))
+    return tuple(widths)
