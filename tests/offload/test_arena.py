@@ -237,9 +237,9 @@ def test_bad_dtype():
 class FakeCuda:
     """What the arena asks of CUDA, recorded."""
 
-    def __init__(self, monkeypatch, code: int = 0) -> None:
+    def __init__(self, monkeypatch, code: int = 0, *, interrupted: bool = False) -> None:
         self.calls: list[tuple] = []
-        self.code = code
+        self.code, self.interrupted = code, interrupted
         for name, value in {
             "is_available": lambda: True,
             "current_device": lambda: 0,
@@ -252,6 +252,8 @@ class FakeCuda:
 
     def register(self, address: int, nbytes: int, flags: int) -> int:
         self.calls.append(("register", address, nbytes, flags))
+        if self.interrupted:
+            raise KeyboardInterrupt  # Python raises what came meanwhile when the call is over: the memory is pinned
         return self.code
 
     def unregister(self, address: int) -> int:
@@ -285,6 +287,14 @@ def test_unregistered_when_forgotten(monkeypatch):
     gc.collect()
     assert cuda.named("unregister") == [("unregister", view.data_ptr())]
     view.fill_(1)
+
+
+def test_an_interrupt_while_pinning_leaves_nothing_pinned(monkeypatch):
+    cuda = FakeCuda(monkeypatch, interrupted=True)
+    with pytest.raises(KeyboardInterrupt):
+        PinnedArena(4096)
+    gc.collect()
+    assert [call[1] for call in cuda.named("unregister")] == [call[1] for call in cuda.named("register")] != []
 
 
 def test_unregistered_at_exit():

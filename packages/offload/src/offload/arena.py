@@ -58,9 +58,12 @@ class PinnedArena:
         self._given_back: deque[tuple[int, int, int]] = deque()  # (generation, start, end), filled by dying loans
         address = ctypes.addressof(self._buffer)
         _touch(address, nbytes)
+        # The finalizer owns the buffer too: memory must not be unmapped while it is registered. It is there before,
+        # because an interrupt that comes while the memory is pinned, which takes long, is raised just after.
+        self._finalizer = weakref.finalize(self, _unregister, self._buffer, target, self._pid)
         self._pinned = target is not None and _register(address, nbytes, target)
-        # The finalizer owns the buffer too: memory must not be unmapped while it is registered.
-        self._finalizer = weakref.finalize(self, _unregister, self._buffer, target if self._pinned else None, self._pid)
+        if not self._pinned:
+            self._finalizer.detach()
 
     @property
     def nbytes(self) -> int:
