@@ -301,9 +301,7 @@ def _register(address: int, nbytes: int, device: torch.device) -> bool:
         code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, HOST_REGISTER_PORTABLE_MAPPED))
         if code == 0:
             return True
-        # The refusal stays behind as CUDA's last error, and the next kernel launch would be blamed for it.
-        with suppress(RuntimeError):
-            torch.zeros(1, device=device).add_(1)
+        _blame_nobody(device)
     warnings.warn(f"pinning {nbytes} bytes was refused (CUDA error {code}); the arena works pageable", stacklevel=3)
     return False
 
@@ -313,4 +311,12 @@ def _unregister(buffer: Any, device: torch.device | None, pid: int) -> None:
         return
     with torch.cuda.device(device):
         torch.cuda.synchronize()
-        torch.cuda.cudart().cudaHostUnregister(ctypes.addressof(buffer))
+        code = int(torch.cuda.cudart().cudaHostUnregister(ctypes.addressof(buffer)))
+        if code:  # interrupted before it was registered
+            _blame_nobody(device)
+
+
+def _blame_nobody(device: torch.device) -> None:
+    """A refusal stays behind as CUDA's last error, and the next kernel launch would be blamed for it."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device).add_(1)
