@@ -62,6 +62,32 @@ def test_what_is_planned_fits(loss, device, host):
         fill(shelf, costs, keep, chunk, stop - start)
 
 
+def one_by_one(costs: KeepCosts, bounds: list[tuple[int, int]], device: int, host: int) -> Keep:
+    """The rule itself: what saves most for a byte, chunk by chunk; then each item where there is room."""
+    last = len(bounds) - (costs.stack is None)
+    kinds = ("attention", "layers") if costs.stack is not None else ("attention",)
+    first, room = {"attention": last, "layers": last}, device + host
+    for _, chunk, kind in sorted((costs.saved(k, bounds[c][0]), c, k) for k in kinds for c in range(last))[::-1]:
+        each = costs.items(kind, bounds[chunk][1] - bounds[chunk][0])
+        if first[kind] == chunk + 1 and sum(each) <= room - max(each):
+            room, first[kind] = room - sum(each), chunk
+    near = far = 0
+    for chunk, (start, stop) in enumerate(bounds):
+        for place in range(len(costs.facts)):
+            for kind in kinds:
+                if chunk >= first[kind] and chunk < last:
+                    size = costs.items(kind, stop - start)[place]
+                    near, far = (near + size, far) if near + size <= device else (near, far + size)
+    return Keep(range(first["attention"], last), range(first["layers"], last), near, far)
+
+
+@settings(deadline=None, max_examples=300)
+@given(loss=losses(), device=st.integers(0, 50_000), host=st.integers(0, 20_000))
+def test_chunks_taken_at_once_are_those_taken_one_by_one(loss, device, host):
+    costs, bounds = loss
+    assert plan_keep(costs, bounds, device_bytes=device, host_bytes=host) == one_by_one(costs, bounds, device, host)
+
+
 @given(loss=losses())
 def test_no_room_keeps_nothing_and_all_room_keeps_everything(loss):
     costs, bounds = loss

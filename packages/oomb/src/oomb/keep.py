@@ -6,9 +6,10 @@ one run of its linear part. What saves the most for a byte is kept first.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 from .layers import Stack
 from .probe import LayerFacts
@@ -65,40 +66,61 @@ def plan_keep(costs: KeepCosts, bounds: Sequence[tuple[int, int]], *, device_byt
     Without replayed layers the last chunk has nothing to keep: it runs once, with its graph.
     """
     last = len(bounds) - (0 if costs.stack is not None else 1)
-    kinds = ("attention", "layers") if costs.stack is not None else ("attention",)
-    candidates = [(costs.saved(kind, bounds[c][0]), c, kind) for kind in kinds for c in range(last)]
-    items = {
-        (kind, size): costs.items(kind, size) for kind in kinds for size in {stop - start for start, stop in bounds}
-    }
-    first = dict.fromkeys(("attention", "layers"), last)
-    closed: set[str] = set()
+    first = {"attention": last, "layers": last}
     room = device_bytes + host_bytes
-    for _, chunk, kind in sorted(candidates, reverse=True):
-        each = items[kind, bounds[chunk][1] - bounds[chunk][0]]
-        size = sum(each)
+    for kind, start, stop, tokens in _order(costs, bounds, last):
+        if first[kind] != stop:
+            continue  # a later chunk had no room
+        each = costs.items(kind, tokens)
         # one item may leave a gap on the device that the next does not fit
-        if kind in closed or size > room - max(each, default=0):
-            closed.add(kind)
-            continue
-        room -= size
-        first[kind] = chunk
-    kept = {kind: range(first[kind], last) for kind in first}
-    device, host = _placed(items, bounds, kept, device_bytes)
+        taken = min(max(room - max(each), 0) // sum(each), stop - start)
+        first[kind] -= taken
+        room -= taken * sum(each)
+    kept = {kind: range(start, last) for kind, start in first.items()}
+    device, host = _placed(costs, bounds, kept, device_bytes)
     return Keep(kept["attention"], kept["layers"], device, host)
 
 
-def _placed(
-    items: dict[tuple[str, int], list[int]], bounds: Sequence[tuple[int, int]], kept: dict[str, range], room: int
-) -> tuple[int, int]:
+Run = tuple[str, int, int, int]  # what is kept of the chunks [start, stop), all of so many tokens
+
+
+def _order(costs: KeepCosts, bounds: Sequence[tuple[int, int]], last: int) -> list[Run]:
+    """Runs of chunks, those first that save the most for a byte; within a run the late ones do."""
+    turn = 0
+    if costs.stack is not None:
+        turn = bisect.bisect_right(
+            range(last), costs.saved("layers", 0), key=lambda c: costs.saved("attention", bounds[c][0])
+        )
+    parts = [("attention", turn, last), ("layers", 0, last if costs.stack is not None else 0), ("attention", 0, turn)]
+    return [(kind, *run) for kind, start, stop in parts for run in reversed(_alike(bounds, start, stop))]
+
+
+def _alike(bounds: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Chunks [start, stop) in runs of one length: only the last of a sequence may be shorter. (start, stop, tokens)"""
+    cut = min(stop, max(start, len(bounds) - 1))
+    return [(a, b, bounds[a][1] - bounds[a][0]) for a, b in ((start, cut), (cut, stop)) if a < b]
+
+
+def _placed(costs: KeepCosts, bounds: Sequence[tuple[int, int]], kept: dict[str, range], room: int) -> tuple[int, int]:
     """Bytes on the device and on the host, when each is put where there is room, in the order of the fill."""
     device = host = 0
-    for chunk, (start, stop) in enumerate(bounds):
-        held = [items[kind, stop - start] for kind, chunks in kept.items() if chunk in chunks]
-        for size in chain.from_iterable(zip(*held, strict=True)):  # layer by layer
-            if size <= room:
-                room, device = room - size, device + size
-            else:
-                host += size
+    cuts = sorted({chunk for chunks in kept.values() for chunk in (chunks.start, chunks.stop)})
+    for a, b in pairwise(cuts):
+        for start, stop, tokens in _alike(bounds, a, b):
+            held = [costs.items(kind, tokens) for kind, chunks in kept.items() if start in chunks]
+            each = list(chain.from_iterable(zip(*held, strict=True)))  # layer by layer
+            whole = min(room // sum(each), stop - start)
+            device += whole * sum(each)
+            room -= whole * sum(each)
+            left = stop - start - whole
+            while left and room >= min(each):
+                for size in each:
+                    if size <= room:
+                        room, device = room - size, device + size
+                    else:
+                        host += size
+                left -= 1
+            host += left * sum(each)
     return device, host
 
 
