@@ -33,8 +33,8 @@ from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Pretra
 from oomb import ChunkConfig, chunked_backward, plan
 from oomb.calibration import calibrate
 from oomb.host import HostLease
-from oomb.planner import StepPlan
 from oomb.rates import STATED, Speeds
+from oomb.step_plan import StepPlan
 
 GIB = 2**30
 LONG = {"max_position_embeddings": 1 << 23}
@@ -124,7 +124,7 @@ def ask(case: Case, device: torch.device, *, stated: bool) -> tuple[StepPlan, Sp
 
     found = plan(
         model_config, case.tokens, config=config, dtype=case.dtype, autocast=autocast, adapters=case.lora,
-        optimizer_bytes=2.0 * (4 if case.lora else case.dtype.itemsize) if case.adam else 0.0, device=device,
+        optim="adamw_torch" if case.adam else None, device=device,
         speeds=STATED["H200"] if stated else speeds,
     )  # fmt: skip
     return found, measured[-1] if measured else None

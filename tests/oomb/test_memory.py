@@ -22,6 +22,7 @@ from oomb.memory import MARGIN, Machine, rooms, working_bytes
 from oomb.nonfinite import where_loss_breaks
 from oomb.placement import chunk_length, place
 from oomb.probe import outline
+from oomb.storage import one_page_bytes
 from oomb.token_losses import smoothed
 
 GIB = 2**30
@@ -124,7 +125,7 @@ def test_layers_with_windows_store_few_pages():
     bounds = [(i * 64, (i + 1) * 64) for i in range(4)]
     config, machine = ChunkConfig(chunk_tokens=64, page_tokens=8), Machine(GIB, GIB, GIB)
     placed = place(config, parts, profile, bounds, batch=1, chunk_tokens=64, train=True, machine=machine)
-    a_page = placed.page_bytes // 3  # of one layer
+    a_page = one_page_bytes(profile.layers, 8, 1, torch.float32) // 3  # of one layer
     assert placed.near_bytes == (24 + 2 * 3) * a_page  # of each chunk with a later one the last page, eight tokens
 
 

@@ -59,7 +59,7 @@ def test_a_config_tells_what_the_model_itself_tells(name):
 
 def test_what_does_not_fit_is_said_with_what_would():
     seven = Qwen2Config(**SEVEN)
-    small = plan(seven, 131072, optimizer_bytes=8.0, **H200)
+    small = plan(seven, 131072, optim="paged_adamw_32bit", **H200)
     assert small.obstacle is None  # 14 + 14 + 57 GiB of weights, gradients and states
     past = plan(seven, 4_000_000, gpu_bytes=80 * GIB, host_bytes=64 * GIB)
     assert past.obstacle is not None and "host_budget_bytes" in past.obstacle and "does not fit" in past.lines()[2]

@@ -26,6 +26,8 @@ from oomb.memory import Machine
 from oomb.placement import keep_costs, place
 from oomb.probe import outline
 from oomb.rates import STATED, Speeds, read_rates
+from oomb.storage import Stored
+from oomb.tiny import byte_tokenizer
 from oomb.traffic import chunk_moves, kept_of, step_seconds
 from oomb.train_config import TrainConfig
 
@@ -87,17 +89,17 @@ def test_chunk_passes_count_what_a_step_really_runs():
 
 
 @functools.cache
-def _outlined():
+def _outlined(name):
     with torch.device("meta"):
-        parts = take_apart(AutoModelForCausalLM.from_config(configs()["qwen2"]).train())
+        parts = take_apart(AutoModelForCausalLM.from_config(configs()[name]).train())
     return parts, outline(parts, 1000)
 
 
 @settings(deadline=None)
-@given(st.integers(1, 8), st.integers(0, 40), st.booleans())
-def test_bytes_over_the_link_are_those_of_the_pages(chunks, near, keeping):
-    """Of a dense model, against a loop over chunks and tokens."""
-    parts, profile = _outlined()
+@given(st.sampled_from(["qwen2", "qwen2_window"]), st.integers(1, 8), st.integers(0, 40), st.booleans())
+def test_bytes_over_the_link_are_those_of_the_pages(name, chunks, near, keeping):
+    """Against a loop over layers, chunks and tokens."""
+    parts, profile = _outlined(name)
     page, length = 4, 16
     width = sum(2 * f.kv_heads * f.head_dim * 4 for f in profile.layers.values())
     config = ChunkConfig(
@@ -109,15 +111,21 @@ def test_bytes_over_the_link_are_those_of_the_pages(chunks, near, keeping):
     placed = place(config, parts, profile, bounds, batch=1, chunk_tokens=length, train=True, machine=machine)
     costs = keep_costs(parts, profile, 1, layered=placed.layered)
     fill, walk = chunk_moves(config, profile, placed, costs, bounds)
-    here = placed.budget.device_pages * page
-    for i, (start, _) in enumerate(bounds):
-        past = sum(1 for token in range(start) if token >= here)
-        own = sum(1 for token in range(start, start + length) if token >= here and i < chunks - 1)
+    for i, (start, stop) in enumerate(bounds):
+        past = own = 0
+        for f in profile.layers.values():
+            runs = Stored.of(f.window, bounds, page).runs
+            pages = [number for first, last in runs for number in range(first, last)][placed.budget.device_pages :]
+            there = {token for number in pages for token in range(number * page, (number + 1) * page)}
+            each = 2 * f.kv_heads * f.head_dim * 4
+            reached = (start - (f.window or start + 1) + 1) // page * page  # whole pages come
+            past += each * len(there & set(range(reached, start)))
+            own += each * len(there & set(range(start, stop))) * (i < chunks - 1)
         kept = 0 if keeping else sum(sum(costs.items(kind, length)) for kind in ("attention", "layers"))
         if i < chunks - 1:
-            assert (fill[i].to_device, fill[i].from_device) == (past * width, own * width + kept)
-        assert walk[i].from_device == past * width
-        assert walk[i].to_device == 2 * past * width + own * width + kept
+            assert (fill[i].to_device, fill[i].from_device) == (past, own + kept)
+        assert walk[i].from_device == past
+        assert walk[i].to_device == 2 * past + own + kept
     slow = dataclasses.replace(UNIT, each=Pass(), link=1.0)
     seconds = step_seconds(ModelWork(1.0, 1.0, (None,)), bounds, placed, (fill, walk), slow, batch=1, learning=0)
     assert seconds == pytest.approx(sum(max(m.to_device, m.from_device) for m in fill + walk))
@@ -260,7 +268,7 @@ def test_huge_contexts_are_planned_at_once(monkeypatch):
 
 def test_what_would_make_it_fit_does():
     seven = Qwen2Config(**SEVEN)
-    question = {"gpu_bytes": 80 * GIB, "host_bytes": 64 * GIB, "optimizer_bytes": 4.0}
+    question = {"gpu_bytes": 80 * GIB, "host_bytes": 64 * GIB, "optim": "adamw_torch"}
     found = plan(seven, 1_000_000, **question)
     assert found.obstacle is not None and found.longest < 1_000_000
     more = next(int(r.split()[0].replace(",", "")) for r in found.remedies if "GiB more" in r)
@@ -305,6 +313,12 @@ def test_the_command_line_says_seconds(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "tokens a second" not in shown and "with --rates" in shown and "longest context here" in shown
     there = ["plan", "--context", "65536", "--gpu-memory", "24GiB", "--host-memory", "64GiB"]
+    assert main([*there, "--rates", "H200"]) == 0  # a model of 32 numbers a head
+    shown = capsys.readouterr().out
+    assert "in plain torch" in shown and "tokens a second" not in shown and "--rates" not in shown
+    Qwen2Config(**(SEVEN | {"num_hidden_layers": 1, "vocab_size": 1024})).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    there += ["--model", str(tmp_path)]
     assert main([*there, "--rates", "H200"]) == 0
     assert "on cuda" in (shown := capsys.readouterr().out) and "tokens a second" in shown
     for wrong, said in (

@@ -4,21 +4,23 @@ them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.models import build, configs
+from tests.models import VOCAB, build, configs
 from tests.oomb.lanes import watched
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload import HostOutOfMemory
 from oomb import ChunkConfig, chunked_backward
+from oomb.hf import take_apart
 from oomb.host import HostLease
-from oomb.probe import LayerFacts
-from oomb.storage import Budget, Stored, TieredPast, divide, one_page_bytes
+from oomb.probe import LayerFacts, outline
+from oomb.storage import Asked, Budget, Stored, TieredPast, divide, one_page_bytes
 
 FACTS = LayerFacts(heads=4, kv_heads=2, head_dim=3, dtype=torch.float64, window=None)
 CPU = torch.device("cpu")
@@ -93,28 +95,45 @@ def test_every_token_is_read_where_it_was_written_and_gets_its_gradient(
     assert not past.near.kv and not past.near.grads and past.far is None and past.lease.arena is None
 
 
-@settings(deadline=None, max_examples=60)
-@given(pages=st.integers(0, 50), device=st.none() | st.integers(0, 10**6), host=st.integers(0, 10**6))
-def test_budgets_are_kept(pages, device, host):
-    size = 2 * 2 * 4 * 2 * 3 * (8 + 4)  # k and v, batch, tokens, heads, dims, bytes of both
-    assert one_page_bytes({0: FACTS}, 4, 2, torch.float32) == size
+@settings(deadline=None, max_examples=100)
+@given(
+    windows=st.lists(st.none() | st.integers(1, 30), min_size=1, max_size=3),
+    chunks=st.integers(1, 12),
+    page=st.integers(1, 6),
+    device=st.none() | st.integers(0, 10**5),
+    host=st.integers(0, 10**5),
+)
+def test_budgets_are_kept(windows, chunks, page, device, host):
+    """Of what is stored: a layer with a window has few pages, and asks for no more."""
+    facts = {i: dataclasses.replace(FACTS, head_dim=3 + i, window=window) for i, window in enumerate(windows)}
+    bounds = [(10 * i, 10 * i + 10) for i in range(chunks)]
+    stored = {i: Stored.of(window, bounds, page).pages for i, window in enumerate(windows)}
+    size = {
+        i: 2 * 2 * page * 2 * (3 + i) * (8 + 4) for i in facts
+    }  # k and v, batch, tokens, heads, dims, bytes of both
+    pages = {window: Stored.count(window, bounds, page) for window in windows}
+    asked = Asked.of(facts, pages, page, 2, torch.float32)
+    whole = sum(stored[i] * size[i] for i in facts)
+
+    def near(count: int) -> int:
+        return sum(min(count, stored[i]) * size[i] for i in facts)
+
     try:
-        budget = divide(pages, size, 1, device_budget=device, host_budget=host)
+        budget = divide(asked, device_budget=device, host_budget=host)
     except HostOutOfMemory as error:
         assert error.requested > host
         return
-    assert budget.device_pages + budget.host_pages == pages
-    assert device is None or budget.device_pages * size <= device
-    assert budget.host_bytes <= host
-    assert budget.host_bytes >= budget.host_pages * size
-    assert budget.host_pages == 0 or (budget.device_pages + 1) * size > device
+    assert budget.device_pages + budget.host_pages == max(stored.values())
+    assert device is None or near(budget.device_pages) <= device
+    assert whole - near(budget.device_pages) <= budget.host_bytes <= host
+    assert budget.host_pages == 0 or near(budget.device_pages + 1) > device
+    assert budget.host_pages or not budget.host_bytes
 
 
 def test_the_budget_of_the_host_is_enough_for_what_is_taken_from_it():
     """The arena's lines of 256 bytes are in the numbers."""
     facts = {layer: LayerFacts(2, 1, 1 + layer, torch.float32, None) for layer in range(3)}
-    page = one_page_bytes(facts, 1, 1, torch.float32)
-    budget = divide(5, page, len(facts), device_budget=0, host_budget=10**6)
+    budget = divide(Asked.of(facts, {None: 5}, 1, 1, torch.float32), device_budget=0, host_budget=10**6)
     past = TieredPast(
         facts, [(0, 5), (5, 6)], batch=1, page_tokens=1, grad_dtype=torch.float32, budget=budget,
         segment_tokens=2, check=False, lease=HostLease(budget.host_bytes, CPU),
@@ -126,6 +145,31 @@ def test_the_budget_of_the_host_is_enough_for_what_is_taken_from_it():
     for layer in facts:
         list(past.segments(layer, "backward"))
     past.abort()
+
+
+@pytest.mark.parametrize("name", ["qwen2_window", "gpt_oss"])
+@pytest.mark.parametrize("device", [1, 4000])
+def test_layers_with_windows_ask_the_host_for_what_they_store(name, device):
+    """The same gradients with exactly that much: all that full layers would need was asked for once."""
+    model, ids = build(configs()[name], dtype=torch.float32), torch.randint(VOCAB, (1, 120))
+    resident = ChunkConfig(chunk_tokens=20, page_tokens=4)
+    expected = chunked_backward(model, ids, config=resident)
+    grads = [p.grad.clone() for p in model.parameters()]
+    parts, bounds = take_apart(model), [(i, i + 20) for i in range(0, 120, 20)]
+    layers = outline(parts, 120).layers
+    pages = {i: Stored.of(f.window, bounds, 4).pages for i, f in layers.items()}
+    assert min(pages.values()) < max(pages.values())
+    size = {i: one_page_bytes({i: f}, 4, 1, torch.float32) for i, f in layers.items()}
+    near = max(n for n in range(26) if sum(min(n, pages[i]) * size[i] for i in layers) <= device)
+    stored = sum(max(pages[i] - near, 0) * size[i] for i in layers) + 1024 * len(layers)
+    model.zero_grad()
+    budgets = {"gpu_kv_budget_bytes": device, "gpu_keep_budget_bytes": 0}
+    tight = dataclasses.replace(resident, host_budget_bytes=stored, **budgets)
+    torch.testing.assert_close(chunked_backward(model, ids, config=tight), expected)
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        torch.testing.assert_close(p.grad, grad)
+    with pytest.raises(HostOutOfMemory, match=f"need {stored:,} bytes"):
+        chunked_backward(model, ids, config=dataclasses.replace(tight, host_budget_bytes=stored - 1))
 
 
 @settings(deadline=None, max_examples=200)
@@ -145,8 +189,9 @@ def test_a_layer_stores_the_pages_that_later_chunks_read(window, tokens, chunk, 
             assert numbers == list(range(numbers[0], numbers[0] + len(pages)))
             assert stored.shift(pages[0]) == stored.shift(pages[-1])
     kept = [p for first, last in stored.runs for p in range(first, last)]
-    assert set(kept) == read and stored.pages == len(read)
+    assert set(kept) == read and stored.pages == len(read) == Stored.count(window, bounds, page)
     assert [p - stored.shift(p) for p in kept] == list(range(len(kept)))
+    assert [stored.place(number) for number in range(len(kept))] == kept
     for start, stop in bounds[:-1]:
         begin, skipped = stored.span(start, stop)
         tokens_stored = [t for t in range(start, stop) if t // page in read]

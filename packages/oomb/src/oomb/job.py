@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import importlib.util
 import os
 import tempfile
 import warnings
@@ -14,23 +14,22 @@ from typing import Any
 import torch
 import yaml
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainingArguments
-from transformers.training_args import OptimizerNames
 
 from oomb.calibration import calibrate
 from oomb.checkpoint import check_replaceable
 from oomb.config import ChunkConfig
 from oomb.data import Source, find_source
-from oomb.model_loading import adapter_targets, load_config, load_model, load_tokenizer
-from oomb.planner import StepPlan, plan
+from oomb.model_loading import adapter_settings, adapter_targets, load_config, load_model, load_tokenizer
+from oomb.optimizer_states import check_name
+from oomb.planner import plan
 from oomb.rates import Rates, Speeds, read_rates
 from oomb.resume import checkpoints, find_checkpoint
 from oomb.sequences import Sequences, Stream, read_sequences
+from oomb.step_plan import StepPlan
 from oomb.train_config import TrainConfig
-from oomb.trainer_checks import refuse_optimizer, require
+from oomb.trainer_checks import refuse_optimizer, refuse_steps_inside, require
 
 SETTINGS = "oomb_settings.yaml"  # in each checkpoint: the settings of the run it belongs to
-# bytes of state a parameter; other optimizers keep two numbers of the parameter's own type
-STATES = {"8bit": 2.03, "fp8": 2.03, "4bit": 1.06, "adafactor": 0.004, "sgd": 0.0}
 FINAL_LR = 0.1  # of the peak, at the end of the cosine
 # What may differ when a run goes on; anything else would make it another run. Of the chunks that is all that changes
 # memory and time only.
@@ -111,7 +110,7 @@ def plan_step(
     autocast = torch.bfloat16 if mixed else None
     elsewhere = config.gpu_memory_bytes is not None
     adapters = config.adapter != "none"
-    learning = torch.float32 if adapters else dtype  # adapters learn in float32
+    known = adapters or importlib.util.find_spec("peft") is not None  # or else it is no remedy either
 
     def measured(chunk_tokens: int) -> Speeds | None:
         try:
@@ -130,24 +129,22 @@ def plan_step(
         speeds = read_rates(config.rates)
     return plan(
         model_config, config.context, config=config.chunks, batch=batch, accumulation=accumulation, dtype=dtype,
-        autocast=autocast, optimizer_bytes=state_bytes(optimizer_name(config), learning), adapters=adapters,
-        adapter_rank=config.lora_rank, quantized=config.adapter == "qlora", gpu_bytes=config.gpu_memory_bytes,
+        autocast=autocast, optim=optimizer_name(config), optim_args=config.trainer.get("optim_args"),
+        adapters=adapters, adapter_config=adapter_settings(config) if known else None,
+        quantized=config.adapter == "qlora", gpu_bytes=config.gpu_memory_bytes,
         host_bytes=config.host_memory_bytes, device=device, speeds=speeds,
     )  # fmt: skip
 
 
 def optimizer_name(config: TrainConfig) -> str:
-    """The setting `optim`. Raises: ValueError for one that transformers does not know, with the closest"""
-    name, known = str(config.trainer.get("optim", "adamw_torch")), [kind.value for kind in OptimizerNames]
-    if name not in known:
-        close = difflib.get_close_matches(name, known, 3, 0.4)
-        raise ValueError(f"optim: transformers has no {name!r}" + (f"; closest: {', '.join(close)}" if close else ""))
+    """The setting `optim`.
+
+    Raises: ValueError for one that transformers does not know, with the closest, and one that steps inside a backward
+    """
+    name = str(config.trainer.get("optim", "adamw_torch"))
+    check_name(name)
+    refuse_steps_inside(name)
     return name
-
-
-def state_bytes(optimizer: str, dtype: torch.dtype) -> float:
-    """Bytes of state a parameter, of an optimizer by the Trainer's name for it."""
-    return next((size for word, size in STATES.items() if word in optimizer), 2.0 * dtype.itemsize)
 
 
 def _data(

@@ -15,6 +15,7 @@ from .config import ChunkConfig
 from .hf import Parts
 from .host import spare_bytes
 from .host_buffers import BUFFERS
+from .kernels import plain_bytes, why_plain
 from .layers import Stack
 from .loss import TILE_LOGITS, TRITON
 from .probe import Profile
@@ -121,7 +122,8 @@ def working_bytes(
         "float32 gradients": sum(4 * p.numel() for p in trainable) if config.fp32_main_grads else 0,
         "layers and loss": graph + max(layer, loss),
         "layer outputs": 0 if stack is None else tokens * layers * stack.width * stack.dtype.itemsize,
-        "attention": tokens * attention * 4 * 3,
+        "attention": tokens * attention * 4 * 3
+        + (plain_bytes(profile, batch) if why_plain(config, profile, gpu=gpu) else 0),
         "segments": _segment_bytes(config, profile, batch, length, grads=train),
         "selection": _selection_bytes(config, profile, batch, length),
     }

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers import logging as transformers_logging
 
+from oomb.adapters import lora, with_adapters
 from oomb.tiny import byte_tokenizer, tiny_model
 from oomb.train_config import TINY, TrainConfig
 from oomb.trainer_checks import require
@@ -110,22 +111,18 @@ def adapter_targets(config: TrainConfig) -> str | list[str]:
     return targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
 
 
-def _with_adapters(model: Any, config: TrainConfig) -> Any:
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+def adapter_settings(config: TrainConfig) -> Any:
+    """The adapters of a run as peft takes them."""
+    dropout = config.lora_dropout
+    return lora(adapter_targets(config), config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=dropout)
 
-    settings = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]
-        lora_dropout=config.lora_dropout,
-        target_modules=adapter_targets(config),
-        task_type="CAUSAL_LM",
-    )
+
+def _with_adapters(model: Any, config: TrainConfig) -> Any:
+    from peft import prepare_model_for_kbit_training
+
     if config.adapter == "qlora":
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    try:
-        return get_peft_model(model, settings)
-    except ValueError as error:
-        raise ValueError(f"lora_targets: {error}") from error
+    return with_adapters(model, adapter_settings(config))
 
 
 def _load_weights(config: TrainConfig, model_config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:

@@ -13,19 +13,18 @@ from .hf import Parts
 from .keep import Keep, KeepCosts, plan_keep
 from .memory import Machine, Rooms, replays, rooms, working_bytes
 from .probe import Profile
-from .storage import Budget, Stored, divide, one_page_bytes
+from .storage import Asked, Budget, Stored, divide
 
 
 @dataclass(frozen=True)
 class Placement:
     """One step's decisions. layered: layers are walked back one at a time; working: bytes a step takes, by part; room:
     the budgets that were resolved; kept_bytes: what is kept on the device at the step's peak;
-    near_bytes: its pages, of which layers with windows store few.
+    near_bytes: its pages
     """
 
     budget: Budget
     room: Rooms
-    page_bytes: int
     keep: Keep
     grad_dtype: torch.dtype
     layered: bool
@@ -82,6 +81,12 @@ def is_layered(config: ChunkConfig, parts: Parts, profile: Profile, *, train: bo
     return train and replays(config, profile) and not isinstance(parts.given, nn.parallel.DistributedDataParallel)
 
 
+def page_grad_dtype(config: ChunkConfig, profile: Profile) -> torch.dtype:
+    """Of the gradients of keys and values."""
+    dtypes = {facts.dtype for facts in profile.layers.values()}
+    return config.grad_page_dtype or (torch.float64 if torch.float64 in dtypes else torch.float32)
+
+
 def place(
     config: ChunkConfig,
     parts: Parts,
@@ -97,18 +102,17 @@ def place(
 
     Raises: HostOutOfMemory with the numbers, if the past does not fit
     """
-    dtypes = {facts.dtype for facts in profile.layers.values()}
-    wide = torch.float64 if torch.float64 in dtypes else torch.float32
-    grad_dtype = config.grad_page_dtype or wide
-    pages = -(-bounds[-1][0] // config.page_tokens)
-    page_bytes = one_page_bytes(profile.layers, config.page_tokens, batch, grad_dtype if train else None)
+    grad_dtype = page_grad_dtype(config, profile)
+    windows = {f.window for f in profile.layers.values()}
+    stored = {window: Stored.count(window, bounds, config.page_tokens) for window in windows}
+    asked = Asked.of(profile.layers, stored, config.page_tokens, batch, grad_dtype if train else None)
     layered = is_layered(config, parts, profile, train=train)
     working = working_bytes(
         config, parts, profile, length=bounds[-1][1], chunk_tokens=min(chunk_tokens, bounds[-1][1]), batch=batch,
         train=train, layered=layered, gpu=machine.device_free is not None,
     )  # fmt: skip
-    room = rooms(config, machine, working=sum(working.values()), page_bytes=pages * page_bytes)
-    budget = divide(pages, page_bytes, len(profile.layers), device_budget=room.device_pages, host_budget=room.host)
+    room = rooms(config, machine, working=sum(working.values()), page_bytes=asked.first(asked.pages))
+    budget = divide(asked, device_budget=room.device_pages, host_budget=room.host)
     costs = keep_costs(parts, profile, batch, layered=layered)
     host_left = max(room.host - budget.host_bytes, 0)
     keep = plan_keep(costs, bounds, device_bytes=room.device_kept, host_bytes=host_left)
@@ -116,17 +120,11 @@ def place(
         keep = replace(keep, attention=range(0), layers=range(0), device_bytes=0, host_bytes=0)
     if not budget.host_pages:
         working["segments"] = 0
-    windows = {f.window for f in profile.layers.values()}
-    stored = {window: Stored.of(window, bounds, config.page_tokens).pages for window in windows}
-    near = sum(
-        min(budget.device_pages, stored[f.window])
-        * one_page_bytes({i: f}, config.page_tokens, batch, grad_dtype if train else None)
-        for i, f in profile.layers.items()
-    )
+    near = asked.first(budget.device_pages)
     kept = _kept_at_the_peak(keep, costs, bounds, working["gradients"] + near // 2)
     outputs = 0 if len(keep.layers) == len(bounds) else working["layer outputs"]
     working["layer outputs"] = max(outputs - kept, 0)  # of chunks that had none kept, when what others had is gone
-    return Placement(budget, room, page_bytes, keep, grad_dtype, layered, working, kept, near)
+    return Placement(budget, room, keep, grad_dtype, layered, working, kept, near)
 
 
 def _kept_at_the_peak(keep: Keep, costs: KeepCosts, bounds: Sequence[tuple[int, int]], grads: int) -> int:

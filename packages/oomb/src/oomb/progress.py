@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from oomb.eta import ModelWork, StepClock, passes
-from oomb.planner import StepPlan
+from oomb.step_plan import StepPlan
 
 # Dense bfloat16 peaks in TFLOP/s, from the makers' data sheets; other devices have no utilization to show.
 PEAK_TFLOPS = {

@@ -7,7 +7,8 @@ so no table is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,9 +47,28 @@ class Stored:
             runs.append((first, -(-start // page_tokens)))
         return Stored(window, page_tokens, tuple(runs))
 
+    @staticmethod
+    def count(window: int | None, bounds: Sequence[tuple[int, int]], page_tokens: int) -> int:
+        """How many pages `of` the same finds, in a moment however many chunks of one length there are."""
+        starts = torch.arange(len(bounds)) * bounds[0][1]
+        if window is None or window == 1:
+            return 0 if window == 1 else -(-int(starts[-1]) // page_tokens)
+        first = (starts[1:] - window + 1).clamp_min_(0) // page_tokens
+        last = -(-starts // page_tokens)
+        return int((last[1:] - torch.maximum(first, last[:-1])).sum())
+
     @property
     def pages(self) -> int:
         return sum(last - first for first, last in self.runs)
+
+    def place(self, number: int) -> int:
+        """The page of the sequence that is stored under a number, or as many pages later as there are not so many."""
+        end = 0
+        for first, last in self.runs:
+            if number < last - first:
+                return first + number
+            number, end = number - (last - first), last
+        return end + number
 
     def shift(self, page: int) -> int:
         """What makes the number of a stored page the sequence's."""
@@ -113,7 +133,8 @@ class DevicePages:
 
 @dataclass(frozen=True)
 class Budget:
-    """How the pages of a pass are divided, decided before it begins. Units: pages of one sequence, bytes."""
+    """How the pages of a pass are divided, decided before it begins. Units: pages of one sequence and layer, at most
+    (layers with windows have few); bytes of all."""
 
     device_pages: int
     host_pages: int
@@ -127,25 +148,58 @@ def one_page_bytes(layers: dict[int, LayerFacts], page_tokens: int, batch: int, 
     return batch * page_tokens * width
 
 
-def divide(pages: int, page_bytes: int, layers: int, *, device_budget: int | None, host_budget: int) -> Budget:
-    """Share `pages` logical pages between the device and the host.
+@dataclass(frozen=True)
+class Asked:
+    """What a pass stores: for each layer its pages, and the bytes of one, of all sequences."""
 
-    Units:  page_bytes for one page of all layers and sequences, as `one_page_bytes`; budgets in bytes, None: no limit
+    layers: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(
+        layers: dict[int, LayerFacts],
+        pages: Mapping[int | None, int],
+        page_tokens: int,
+        batch: int,
+        grad_dtype: torch.dtype | None,
+    ) -> Asked:
+        """pages: that a layer with such a window stores"""
+        return Asked(
+            tuple((pages[f.window], one_page_bytes({i: f}, page_tokens, batch, grad_dtype)) for i, f in layers.items())
+        )
+
+    @property
+    def pages(self) -> int:
+        """Of the layer that stores most."""
+        return max((pages for pages, _ in self.layers), default=0)
+
+    def first(self, count: int) -> int:
+        """Bytes of the first `count` pages of each layer, as far as it has so many."""
+        return sum(min(count, pages) * each for pages, each in self.layers)
+
+
+def divide(asked: Asked, *, device_budget: int | None, host_budget: int) -> Budget:
+    """Share what is stored between the device and the host: of each layer the first pages stay, as many of each.
+
+    Units:  budgets in bytes, None: no limit
     Raises: HostOutOfMemory with the numbers, when what the device cannot take exceeds the host budget
     """
-    fits = pages if device_budget is None else min(pages, device_budget // max(page_bytes, 1))
-    host_pages = pages - fits
-    host_bytes = host_pages * page_bytes + (256 * 4 * layers if host_pages else 0)  # tensors start on 256-byte lines
-    if host_pages and host_bytes > host_budget:
+    pages, total = asked.pages, asked.first(asked.pages)
+    fits = pages
+    if device_budget is not None and device_budget < total:
+        fits = bisect.bisect_right(range(1, pages + 1), device_budget, key=asked.first)
+    host_bytes = 0
+    if fits < pages:  # tensors start on 256-byte lines
+        host_bytes = total - asked.first(fits) + 256 * 4 * len(asked.layers)
+    if host_bytes > host_budget:
         raise HostOutOfMemory(
-            f"the past needs {pages} pages of {page_bytes:,} bytes: {fits} fit gpu_kv_budget_bytes={device_budget:,}, "
-            f"the other {host_pages} need {host_bytes:,} bytes of host memory, but host_budget_bytes={host_budget:,}; "
-            "raise either budget or shorten the context",
+            f"the past needs {total:,} bytes: {asked.first(fits):,} fit gpu_kv_budget_bytes={device_budget:,}, the "
+            f"others need {host_bytes:,} bytes of host memory, but host_budget_bytes={host_budget:,}; raise either "
+            "budget or shorten the context",
             requested=host_bytes,
             free=host_budget,
             largest=host_budget,
         )
-    return Budget(fits, host_pages, host_bytes)
+    return Budget(fits, pages - fits, host_bytes)
 
 
 class TieredPast:

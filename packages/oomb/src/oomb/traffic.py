@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from .keep import KeepCosts
 from .placement import Placement
 from .probe import LayerFacts, Profile
 from .rates import Speeds
+from .storage import Stored
 
 
 @dataclass(frozen=True)
@@ -35,24 +37,27 @@ def chunk_moves(
     bounds: Sequence[tuple[int, int]],
 ) -> tuple[list[Moved], list[Moved]]:
     """Bytes of each chunk, in the fill (without the last) and in the walk."""
-    near = placed.budget.device_pages * config.page_tokens
-    if not placed.budget.host_pages:
-        near = bounds[-1][1]
-    keep, last = placed.keep, len(bounds) - 1
+    keep, last, page = placed.keep, len(bounds) - 1, config.page_tokens
     on_host = keep.host_bytes / max(keep.host_bytes + keep.device_bytes, 1)
+    stored = {w: Stored.of(w, bounds, page) for w in {facts.window for facts in profile.layers.values()}}
+    # the token from which on a layer's pages are on the host
+    edges = {w: pages.place(placed.budget.device_pages) * page for w, pages in stored.items()}
+    kinds = Counter((facts, _is_sparse(config, number, facts)) for number, facts in profile.layers.items())
     fill, walk = [], []
     for i, (start, stop) in enumerate(bounds):
-        keys = grads = 0.0  # bytes of the past on the host that the chunk reads
-        for number, facts in profile.layers.items():
-            width = 2 * facts.kv_heads * facts.head_dim * costs.batch
-            seen = _read(config, number, facts, near, start, stop)
+        keys = grads = own_keys = own_grads = 0.0
+        for (facts, sparse), count in kinds.items():
+            width = count * 2 * facts.kv_heads * facts.head_dim * costs.batch
+            edge = edges[facts.window]
+            first = max(start - facts.window + 1, 0) // page * page if facts.window else 0
+            seen = max(start - max(edge, first), 0)  # of the past on the host
+            if sparse:  # a page of its own for each place of each block's list
+                seen = min(seen, (stop - start) * config.top_k_pages)
+            own = max(stop - max(edge, start + stored[facts.window].span(start, stop)[1]), 0) if i < last else 0
             keys += width * facts.dtype.itemsize * seen
             grads += width * placed.grad_dtype.itemsize * seen
-        own = max(stop - max(start, near), 0) if i < last else 0
-        width = sum(2 * f.kv_heads * f.head_dim * costs.batch for f in profile.layers.values())
-        own_keys = (
-            sum(2 * f.kv_heads * f.head_dim * f.dtype.itemsize for f in profile.layers.values()) * own * costs.batch
-        )
+            own_keys += width * facts.dtype.itemsize * own
+            own_grads += width * placed.grad_dtype.itemsize * own
         kept = on_host * sum(
             sum(costs.items(kind, stop - start))
             for kind, held in (("attention", keep.attention), ("layers", keep.layers))
@@ -61,19 +66,12 @@ def chunk_moves(
         if i < last:
             fill.append(Moved(keys, own_keys + kept))
         forwards = 0 if i in keep.attention else 1 + (placed.layered and i not in keep.layers)
-        own_grads = width * placed.grad_dtype.itemsize * own
         walk.append(Moved(keys * (1 + forwards) + grads + own_grads + kept, grads))
     return fill, walk
 
 
-def _read(config: ChunkConfig, number: int, facts: LayerFacts, near: int, start: int, stop: int) -> int:
-    """Tokens of the past on the host that a chunk reads in a layer."""
-    if facts.window is not None:
-        return max(start - max(near, start - facts.window), 0)
-    past = max(start - near, 0)
-    if config.attention == "sparse" and number >= config.first_sparse_layer:
-        past = min(past, (stop - start) * config.top_k_pages)  # a page of its own for each place of each block's list
-    return past
+def _is_sparse(config: ChunkConfig, number: int, facts: LayerFacts) -> bool:
+    return config.attention == "sparse" and number >= config.first_sparse_layer and facts.window is None
 
 
 def step_seconds(

@@ -92,15 +92,20 @@ def _refuse_overrides(kind: type) -> None:
 
 def refuse_optimizer(name: str) -> None:
     """Raises: ValueError for optimizers that step inside a backward, or whose package is missing"""
+    refuse_steps_inside(name)
+    for package, marks in _OPTIMIZER_PACKAGES:
+        if any(mark in name for mark in marks):
+            require(package, f"optim={name!r}")
+            return
+
+
+def refuse_steps_inside(name: str) -> None:
+    """Raises: ValueError for optimizers that step inside a backward"""
     if "lomo" in name or "layerwise" in name:
         raise ValueError(
             f"optim={name!r} updates parameters inside the backward pass, and a chunked step has several: "
             "the first would change the weights under the others"
         )
-    for package, marks in _OPTIMIZER_PACKAGES:
-        if any(mark in name for mark in marks):
-            require(package, f"optim={name!r}")
-            return
 
 
 def _refuse_losses(trainer: Any) -> None:

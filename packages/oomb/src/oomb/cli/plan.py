@@ -31,5 +31,5 @@ def run(settings: Mapping[str, Any], *, dry_run: bool = False) -> int:
     print(f"{model_config.model_type}, {config.context:,} tokens, {kind}{learning}, {name}, on {device.type}")
     print("\n".join(found.lines()))
     if found.seconds is None and found.obstacle is None:
-        print("seconds of a step: where the GPU is, or with --rates")
+        print("seconds of a step: where the GPU is" + ("" if found.plain else ", or with --rates"))
     return 0 if found.obstacle is None else 1
