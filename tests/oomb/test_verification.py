@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -9,6 +11,9 @@ from tests.models import build, configs
 
 from oomb import ChunkConfig, Unsupported, verification, verify
 from oomb.cli.main import main
+from oomb.hf import take_apart
+from oomb.memory import Machine
+from oomb.probe import outline
 
 CONFIG = ChunkConfig(chunk_tokens=11, page_tokens=4)
 
@@ -92,6 +97,46 @@ def test_what_cannot_be_trained_is_refused():
         verify(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="at most 65,536 tokens, got 5,000,000"):
         verify(build(configs()["qwen3"]), tokens=5_000_000)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_what_a_run_over_all_tokens_takes(name, attention):
+    """Counted: everything that its graph holds in the wider precision, the loss included."""
+    config, tokens = configs()[name], 300
+    model = build(config, dtype=torch.float32)
+    model.set_attn_implementation(attention)
+    parts = take_apart(model)
+    told = verification.whole_bytes(parts, outline(parts, 24), tokens, loaded=True)
+    told -= 2 * sum(p.nbytes for p in model.parameters()) * 3  # a copy in float64, all gradients
+    twin, held = model.double(), {}
+
+    def note(saved):
+        storage = saved.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes(), saved  # kept, or another would get its place
+        return saved
+
+    weights = {p.untyped_storage().data_ptr() for p in twin.parameters()}
+    ids = torch.randint(config.vocab_size, (1, tokens))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        twin(input_ids=ids, labels=ids, use_cache=False)
+    assert told == pytest.approx(sum(size for at, (size, _) in held.items() if at not in weights), rel=0.4)
+
+
+def test_a_run_that_does_not_fit_is_refused_before_work_starts(capsys, monkeypatch):
+    arguments = ["verify", "--device", "cpu", "--context", "96", "--chunk-tokens", "24", "--page-tokens", "8"]
+    assert main(arguments) == 0
+    assert re.search(r"^memory +0\.\d\d GiB, about, for all 96 tokens at once", capsys.readouterr().out)
+    for name in ("load_model", "read_sequences"):
+        monkeypatch.setattr(f"oomb.cli.verify.{name}", lambda *_, **__: pytest.fail("work has started"))
+    for more in ([], ["--data", "stdlib"]):
+        assert main([*arguments, "--context", "5000000", *more]) == 2
+        assert "at most 65,536 tokens, got 5,000,000" in capsys.readouterr().err
+    monkeypatch.setattr(Machine, "now", lambda device: Machine(None, 0, 2**20))
+    assert main(arguments) == 2
+    assert "that takes about" in (said := capsys.readouterr().err) and "there are 1,048,576" in said
+    with pytest.raises(ValueError, match="there are 1,048,576"):
+        verify(build(configs()["qwen3"]), tokens=2000)
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from .api import chunked_backward
 from .config import ChunkConfig
-from .hf import take_apart
+from .hf import Parts, take_apart
+from .memory import Machine, layer_bytes
+from .probe import PROBE_TOKENS, Profile, outline
 
 MOST_TOKENS = 2**16
 ALLOWED = 2.0  # times the whole run's own distance from the wider one
@@ -96,15 +98,11 @@ def verify(
     config: as for training; sparse attention is verified as dense (it is an approximation by design), and a chunk
         that holds the whole sequence is cut to a quarter of it
     Returns: per-parameter errors, worst first
-    Raises: ValueError for a model that cannot be trained in chunks, or more than MOST_TOKENS tokens
+    Raises: ValueError for a model that cannot be trained in chunks, and more tokens than run at once (check_room)
     """
     parts = take_apart(model)
     length = tokens if input_ids is None else input_ids.shape[1]
-    if length > MOST_TOKENS:
-        raise ValueError(
-            f"verify runs all tokens at once, in two precisions: at most {MOST_TOKENS:,} tokens, got {length:,}; "
-            "what is not exact shows at a few hundred"
-        )
+    check_room(parts, outline(parts, min(length, PROBE_TOKENS)), length, parts.device, loaded=True)
     if input_ids is None:
         size = min(parts.vocab_size, parts.label_size)
         input_ids = torch.randint(size, (1, tokens), generator=torch.Generator().manual_seed(0))
@@ -137,6 +135,49 @@ def verify(
     )
 
 
+def check_room(parts: Parts, profile: Profile, tokens: int, device: torch.device, *, loaded: bool) -> str:
+    """What a run over all tokens at once takes, said before it begins.
+
+    loaded: whether the model is in the device's memory already
+    Raises: ValueError if it cannot be there, or is of no use
+    """
+    if tokens > MOST_TOKENS:
+        raise ValueError(
+            f"verify runs all tokens at once, in two precisions: at most {MOST_TOKENS:,} tokens, got {tokens:,}; "
+            "what is not exact shows at a few hundred"
+        )
+    machine = Machine.now(device)
+    free = machine.host_free if machine.device_free is None else machine.device_free
+    need = whole_bytes(parts, profile, tokens, loaded=loaded)
+    if free is not None and need > free:
+        raise ValueError(
+            f"verify runs all {tokens:,} tokens at once, in two precisions: that takes about {need:,} bytes, there are "
+            f"{free:,}; what is not exact shows at a few hundred tokens"
+        )
+    return f"{need / 2**30:.2f} GiB, about, for all {tokens:,} tokens at once in two precisions" + (
+        "" if free is None else f"; {free / 2**30:.2f} GiB are free"
+    )
+
+
+def whole_bytes(parts: Parts, profile: Profile, tokens: int, *, loaded: bool) -> int:
+    """Memory of the wider of the two runs over all tokens at once, beside the gradients of the others. An estimate."""
+    weights = list(parts.causal.parameters())
+    wide = _wider({p.dtype for p in weights}).itemsize
+    learning = [p for p in weights if p.requires_grad]
+    twin = sum(p.numel() * wide for p in weights) + sum(p.numel() * (wide + 2 * p.element_size()) for p in learning)
+    narrow = min(f.dtype.itemsize for f in profile.layers.values())
+    graph = len(profile.layers) * layer_bytes(parts.decoder, profile) // narrow * wide * tokens
+    logits = tokens * parts.label_size * (wide + 3 * 4)  # the library's loss is computed in float32
+    scores = 0  # of plain attention: what softmax returns, and what it is cast to
+    if getattr(parts.causal.config, "_attn_implementation", None) == "eager":
+        scores = sum(2 * wide * f.heads * tokens**2 for f in profile.layers.values())
+    return twin + graph + logits + scores + (0 if loaded else sum(p.nbytes for p in weights))
+
+
+def _wider(dtypes: set[torch.dtype]) -> torch.dtype:
+    return torch.float64 if dtypes <= {torch.float32, torch.float64} else torch.float32
+
+
 def _short(config: ChunkConfig, tokens: int, device: torch.device) -> ChunkConfig:
     config = replace(config, attention="dense")
     if config.chunk_length(device) < tokens:
@@ -148,8 +189,7 @@ def _reference(model: nn.Module, ids: Tensor, whole: dict[str, Tensor]) -> tuple
     """Gradients of a copy in wider precision; quantized weights have none, there the whole run is the reference."""
     if getattr(take_apart(model).causal, "is_quantized", False):
         return whole, "the whole run"
-    dtypes = {p.dtype for p in model.parameters()}
-    wide = torch.float64 if dtypes <= {torch.float32, torch.float64} else torch.float32
+    wide = _wider({p.dtype for p in model.parameters()})
     twin: Any = copy.deepcopy(model).to(wide)
     if hasattr(twin, "set_experts_implementation"):
         twin.set_experts_implementation("eager")  # the grouped kernels know no float64

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import transformers
 
+from oomb.bare import bare
 from oomb.data import find_source
 from oomb.job import choose_device, choose_dtype
 from oomb.model_loading import load_config, load_model, load_tokenizer
 from oomb.sequences import read_sequences
 from oomb.train_config import TINY, TrainConfig
-from oomb.verification import verify
+from oomb.verification import check_room, verify
 
 CONTEXT = 512
 
@@ -28,6 +29,9 @@ def run(settings: Mapping[str, Any], *, dry_run: bool = False) -> int:
     dtype, mixed = choose_dtype(config.dtype, device)
     tokenizer = load_tokenizer(config)
     model_config = load_config(config, tokenizer)
+    bare_parts, profile = bare(model_config, config.context, dtype=dtype)
+    bare_parts.causal.requires_grad_(config.adapter == "none")
+    print(f"memory      {check_room(bare_parts, profile, config.context, device, loaded=False)}", flush=True)
     ids = None
     if named:
         vocabulary = model_config.get_text_config().vocab_size
