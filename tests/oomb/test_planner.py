@@ -97,3 +97,10 @@ def test_frequencies_that_depend_on_positions_change_no_plan():
     config = configs()["qwen3"]
     config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     assert plan(config, 100, gpu_bytes=GIB).gpu == plan(configs()["qwen3"], 100, gpu_bytes=GIB).gpu
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "qwen3_moe"])
+def test_the_config_is_left_as_it_was(name):
+    config, untouched = configs()[name], configs()[name]
+    plan(config, 100, adapters=True, gpu_bytes=GIB)
+    assert vars(config) == vars(untouched)

@@ -35,13 +35,12 @@ def bare(
 
 
 def _still(model_config: PretrainedConfig) -> PretrainedConfig:
-    """The config with rotary frequencies that look at no position: there are none without weights."""
-    rope = getattr(model_config.get_text_config(), "rope_parameters", None) or {}
-    if rope.get("rope_type") not in ("dynamic", "longrope"):
-        return model_config
+    """A config of its own, with rotary frequencies that look at no position: there are none without weights."""
     still = copy.deepcopy(model_config)
-    theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-    still.get_text_config().rope_parameters = {"rope_type": "default"} | theta
+    rope = getattr(still.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+        still.get_text_config().rope_parameters = {"rope_type": "default"} | theta
     return still
 
 
