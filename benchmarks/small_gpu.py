@@ -71,14 +71,19 @@ def cap(gib: float) -> None:
     raise RuntimeError("the cap does not hold")
 
 
-def ask(model_config: PretrainedConfig, tokens: int, config: ChunkConfig, device: torch.device) -> StepPlan:
+def ask(
+    model_config: PretrainedConfig, tokens: int, config: ChunkConfig, device: torch.device, gpu_bytes: int | None = None
+) -> StepPlan:
     def speeds(chunk_tokens: int):
         return calibrate(
             model_config, chunk_tokens=chunk_tokens, context_tokens=tokens, config=config, device=device,
             dtype=torch.bfloat16, adapters=True,
         )  # fmt: skip
 
-    return plan(model_config, tokens, config=config, adapters=True, adapter_rank=RANK, device=device, speeds=speeds)
+    return plan(
+        model_config, tokens, config=config, adapters=True, adapter_rank=RANK, device=device, gpu_bytes=gpu_bytes,
+        speeds=speeds,
+    )  # fmt: skip
 
 
 def run(model_config: PretrainedConfig, tokens: int, config: ChunkConfig, device: torch.device) -> dict:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from benchmarks import recall, sparse_quality
+from benchmarks import peak, recall, sparse_quality
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,3 +108,16 @@ def test_sparse_quality_runs(tmp_path):
 def test_budgets_read_equally_many_pages():
     for rule in sparse_quality.RULES:
         assert sum(sparse_quality.budget(rule, 8).values()) == 8 + sparse_quality.SINKS + sparse_quality.RECENT
+
+
+def test_what_is_alive_at_the_peak_of_a_trace():
+    def event(action, address, size, line):
+        return {"action": action, "addr": address, "size": size, "frames": [{"filename": __file__, "line": line}]}
+
+    trace = [
+        event("alloc", 1, 30, 1), event("alloc", 2, 50, 2), event("free_completed", 2, 50, 0),
+        event("alloc", 2, 60, 3), event("free_requested", 2, 60, 0), event("alloc", 3, 5, 1),
+        event("free_completed", 2, 60, 0), event("alloc", 4, 40, 4),
+    ]  # fmt: skip
+    bytes_, held = peak.fullest(trace)
+    assert bytes_ == 95 and sorted(held.values()) == [35, 60]

@@ -20,7 +20,9 @@ from .layers import Stack
 from .loss import TILE_LOGITS, TRITON
 from .probe import Profile
 
-MARGIN = 0.03  # of the device's memory: fragments, and what libraries take for themselves
+MARGIN = 0.03  # of the device's memory, or FRAGMENTS: what libraries take for themselves, and what lies between tensors
+FRAGMENTS = 3 << 29  # a 7B layer's are half a GiB each, on a small device too; but no more than a sixteenth of it
+MOVING = 4  # outputs of a layer or of attention on their way to the host, or read and fetched ahead (shelf.py, keep.py)
 ADAPTED = 1.32  # what adapters make of a layer's activations: their inputs are cast to float32 (counted in peft's LoRA)
 HOST_SHARE = 0.9  # of the free host memory, with "auto"
 
@@ -61,7 +63,7 @@ class Machine:
     def room(self) -> int:
         """Bytes of the device that a step may count on."""
         assert self.device_free is not None
-        return int(self.device_free - MARGIN * self.device_total)
+        return int(self.device_free - max(MARGIN * self.device_total, min(FRAGMENTS, self.device_total / 16)))
 
 
 def rooms(config: ChunkConfig, machine: Machine, *, working: int, page_bytes: int) -> Rooms:
@@ -122,6 +124,7 @@ def working_bytes(
         "float32 gradients": sum(4 * p.numel() for p in trainable) if config.fp32_main_grads else 0,
         "layers and loss": graph + max(layer, loss),
         "layer outputs": 0 if stack is None else tokens * layers * stack.width * stack.dtype.itemsize,
+        "moving": 0 if stack is None else MOVING * tokens * stack.width * stack.dtype.itemsize,
         "attention": tokens * attention * 4 * 3
         + (plain_bytes(profile, batch) if why_plain(config, profile, gpu=gpu) else 0),
         "segments": _segment_bytes(config, profile, batch, length, grads=train),

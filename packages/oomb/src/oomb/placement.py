@@ -120,6 +120,8 @@ def place(
         keep = replace(keep, attention=range(0), layers=range(0), device_bytes=0, host_bytes=0)
     if not budget.host_pages:
         working["segments"] = 0
+    if not keep.host_bytes:
+        working["moving"] = 0
     near = asked.first(budget.device_pages)
     kept = _kept_at_the_peak(keep, costs, bounds, working["gradients"] + near // 2)
     outputs = 0 if len(keep.layers) == len(bounds) else working["layer outputs"]
