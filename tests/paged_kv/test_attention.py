@@ -8,9 +8,10 @@ from unittest import mock
 import pytest
 import torch
 from tests.paged_kv.oracle import SplitPast
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from paged_kv import PagedKV, PagePool, attention, auto, paged_attention, reference
+from paged_kv import PagedKV, PagePool, attention, auto, function, paged_attention, reference
 from paged_kv.past import Geometry
 
 B, C, H, G, D, P, PAST = 2, 6, 4, 2, 8, 4, (10, 7)
@@ -454,6 +455,41 @@ def test_strided_inputs_and_expanded_gradients():
     again = make_inputs()
     paged_attention(*again, make_past(), 0, scale=0.4).backward(torch.ones_like(out))
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(inputs, again))
+
+
+def test_backends_run_on_the_device_of_the_tensors(monkeypatch):
+    """Triton launches on the current device, which need not be theirs."""
+    current, seen = [0], []
+
+    def exchange(index):
+        before, current[0] = current[0], index
+        return before
+
+    class Backend:
+        @staticmethod
+        def forward(q, k, v, segments, geometry):
+            seen.append(current[0])
+            return torch.empty_like(q), lse
+
+        @staticmethod
+        def backward(dout, q, k, v, out, lse, segments, geometry, **options):
+            seen.append(current[0])
+            return q, k, v
+
+    class Past:
+        page_tokens, lengths = 64, (0,)
+        segments, own_grad = staticmethod(lambda *_: iter(())), staticmethod(lambda *_: None)
+
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        monkeypatch.setattr(torch.cuda, name, exchange)
+    with FakeTensorMode():
+        q, lse = torch.empty(1, 4, 2, 8, device="cuda:1"), torch.empty(1, 2, 4, device="cuda:1")
+        call = attention.Call(Past(), 0, Geometry(0.1, (0,), 64), 0, Backend, "owner", None)
+        ctx = mock.Mock(needs_input_grad=(True, True, True, False, False))
+        function.PagedAttention.forward(ctx, q, q, q, None, call)
+        ctx.saved_tensors = (q, q, q, None, q, lse, None, None)
+        function.PagedAttention.backward(ctx, q)
+    assert seen == [1, 1] and current == [0]
 
 
 def test_in_the_middle_of_a_compiled_function():

@@ -70,6 +70,15 @@ def test_what_no_kernel_serves_goes_to_the_reference(options, reason):
     assert name == "reference" and reason in why
 
 
+def test_what_cudnn_refuses_by_its_surroundings_auto_does_not_choose(monkeypatch):
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+    name, why = choose()
+    assert name == "triton" and "AVOID_RECOMPILE" in why
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    name, why = choose()  # an MI250 calls itself 9.0, as a Hopper chip does
+    assert name == "reference" and "AMD" in why
+
+
 def test_a_missing_triton_is_said():
     with mock.patch.object(auto.importlib.util, "find_spec", return_value=None):
         assert choose() == ("reference", "triton is not installed")

@@ -236,6 +236,28 @@ def test_auto_is_deterministic_when_asked_and_serves_what_it_chose():
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("backend", ["triton", "cudnn"])
+def test_tensors_on_another_device_than_the_current_one(backend):
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        drawn = torch.Generator().manual_seed(0)
+        shapes = ((512, 2), (300, 8), (300, 2), (300, 2))
+        past, *inputs = (torch.randn(1, n, h, 64, generator=drawn).to(device, BF16) for n, h in shapes)
+        pool = PagePool(layers=1, slots=8, page_tokens=128, kv_heads=2, head_dim=64, dtype=BF16, device=device)
+        kv = PagedKV(pool, 1)
+        kv.extend((512,))
+        kv.append(0, past, past)
+        kv.extend(300)
+        out = paged_attention(*(x.requires_grad_() for x in inputs), kv, 0, scale=0.125, backend=backend)
+        out.float().square().sum().backward()
+        slots = list(pool.table.slots(pool.table.sequences[0])[:4])
+        grads = [x.grad for x in inputs[1:]] + [pages[slots] for pages in pool.grads(0)]  # cuDNN's dQ differs by run
+        found.append([x.cpu() for x in (out.detach(), *grads)])
+    assert torch.cuda.current_device() == 0
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
 # two layers of full width
 
 

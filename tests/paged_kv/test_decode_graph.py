@@ -87,6 +87,21 @@ def test_a_replayed_step_is_the_step():
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@torch.no_grad()
+def test_a_graph_on_another_device_than_the_current_one():
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        model, kv, x = Model(device), make(device=device), torch.ones(1, WIDTH, device=device, dtype=torch.bfloat16)
+        sequence = kv.add()
+        kv.extend({sequence: 1})
+        graph = DecodeGraph(kv, lambda model=model, kv=kv, x=x: model(kv, x))
+        kv.extend({sequence: 1})
+        found.append(graph.replay().cpu())
+    assert torch.cuda.current_device() == 0 and torch.equal(*found)
+
+
+@pytest.mark.cuda
 @torch.no_grad()
 def test_what_cannot_be_captured_is_refused():
     model, kv = Model(), make()

@@ -46,6 +46,25 @@ def test_greedy_tokens_are_those_of_the_default_cache(name):
         assert pages(cache) == sum(-(-n // 16) for n in lengths)
 
 
+def test_another_default_device_changes_nothing():
+    """What is made on the host is made there whatever `torch.set_default_device` says: nothing else can be pinned."""
+    model = make("qwen2_window")
+    inputs = prompts((70, 7, 3))
+    outputs = []
+    for device in ("cpu", "meta"):
+        with PagedCache(model, tokens=600, page_tokens=4) as cache, torch.no_grad(), torch.device(device):
+            logits = [model(**inputs, **cache.argument).logits]
+            mask = torch.cat((inputs["attention_mask"], torch.ones(3, 2, dtype=torch.long, device="cpu")), 1)
+            cache.crop(-3)
+            cache.batch_repeat_interleave(2)
+            ids = inputs["input_ids"][:, -4:].repeat_interleave(2, 0)
+            mask = mask[:, :71].repeat_interleave(2, 0)
+            positions = mask.cumsum(1)[:, -4:] - 1
+            logits.append(model(ids, attention_mask=mask, position_ids=positions, **cache.argument).logits)
+            outputs.append(logits)
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
 def test_logits_are_those_of_the_default_cache():
     model = make("gpt_oss")
     inputs = prompts((12, 5)) | {"max_new_tokens": 15, "do_sample": False}

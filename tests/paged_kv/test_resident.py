@@ -20,6 +20,33 @@ def make(slots=SLOTS, **more):
     return PagedKV(pool, **more)
 
 
+@pytest.mark.parametrize("lengths", [(70, 70), (70, 3)])
+def test_another_default_device_changes_nothing(lengths):
+    """What is made on the host is made there whatever `torch.set_default_device` says: nothing else can be pinned."""
+
+    def outputs():
+        kv, drawn = make(slots=60), torch.Generator().manual_seed(0)
+        sequences = [kv.add(), kv.add()]
+        found = []
+        for counts in (lengths, (1, 2)):
+            kv.extend(dict(zip(sequences, counts)))
+            new = torch.randn(sum(counts), 1, 2, generator=drawn, dtype=torch.float64, device="cpu")
+            for layer in range(LAYERS):
+                kv.append(layer, new, new)
+                found.append(paged_attention(new, new, new, kv, layer, scale=1.0))
+        kv.fork(sequences[0])
+        kv.extend({sequences[0]: 1})  # writes to a page that is shared: it is copied first
+        for layer in range(LAYERS):
+            kv.append(layer, new[:1], new[:1])
+            found.append(paged_attention(new[:1], new[:1], new[:1], kv, layer, scale=1.0))
+        return found
+
+    wanted = outputs()
+    with torch.device("meta"):
+        found = outputs()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def tensors(numbers):
     k = torch.tensor(numbers, dtype=torch.float64)[:, None, None].expand(-1, 1, 2)
     return k, -k

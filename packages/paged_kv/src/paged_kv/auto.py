@@ -7,6 +7,7 @@ caller asked for determinism. It is made before anything runs, and a backend tha
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ def choose(q: Tensor, k: Tensor, geometry: Geometry, past: PastSource) -> tuple[
 def _why_not_triton(q: Tensor, geometry: Geometry) -> str | None:
     if not q.is_cuda:
         return f"the tensors are on {q.device.type}, where plain torch is the only backend of full speed"
+    if torch.version.hip is not None:
+        return "the kernels were never run on AMD's chips"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if torch.cuda.get_device_capability(q.device) < (8, 0):
@@ -59,6 +62,8 @@ def _why_not_cudnn(q: Tensor, geometry: Geometry, past: PastSource) -> str | Non
             return f"cuDNN has no {'selection of pages' if name == 'selected' else name}"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"cuDNN does not compute in {q.dtype}"
+    if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1":
+        return "TORCH_CUDNN_SDPA_AVOID_RECOMPILE is set, which changes the layout of cuDNN's LSE"
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for, and cuDNN's dQ is not"
     hopper = torch.cuda.get_device_capability(q.device) == (9, 0)

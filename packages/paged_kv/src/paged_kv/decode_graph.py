@@ -50,7 +50,7 @@ class DecodeGraph(Generic[T]):
         if len(self._layers) < kv.pool.layers:
             raise ValueError(f"DecodeGraph: the step appended to layers {self._layers} of {kv.pool.layers}, not to all")
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=stream):  # torch's own would be the first graph's, on any device
             self.output = run()
         kv.unmark_appended()
         self.replay()

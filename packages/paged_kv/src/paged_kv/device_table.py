@@ -64,11 +64,11 @@ def places_of(table: PageTable, block: Block) -> Tensor:
         for sequence, start, end in zip(block.sequences, block.starts, block.ends):
             slots, first = table.slots(sequence, start // page), start // page
             numbers += [slots[i // page - first] * page + i % page for i in range(start, end)]
-        return torch.tensor(numbers, dtype=torch.int64)
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
     parts = []
     for sequence, start, end in zip(block.sequences, block.starts, block.ends):
-        own = torch.tensor(table.slots(sequence, start // page), dtype=torch.int64)
-        places = own[:, None] * page + torch.arange(page)
+        own = torch.tensor(table.slots(sequence, start // page), dtype=torch.int64, device="cpu")
+        places = own[:, None] * page + torch.arange(page, device="cpu")
         parts.append(places.flatten()[start % page :][: end - start])
     return torch.cat(parts)
 
@@ -112,7 +112,7 @@ class DeviceTable:
             firsts.append(total)
             total += count
         rows = [self._rows[sequence] for sequence in sequences]
-        numbers = torch.tensor((*rows, *block.starts, *firsts, *tokens), dtype=torch.int64)
+        numbers = torch.tensor((*rows, *block.starts, *firsts, *tokens), dtype=torch.int64, device="cpu")
         host = torch.cat((numbers, places_of(self._table, block)))
         fixed = len(host) <= len(self._numbers)
         on_device = self._numbers[: len(host)] if fixed else torch.empty_like(host, device=self._device)
@@ -133,7 +133,7 @@ class DeviceTable:
                 slots += fresh
                 self._known[sequence] = known + len(fresh)
         if where:
-            host = torch.tensor((where, slots), dtype=torch.int64)
+            host = torch.tensor((where, slots), dtype=torch.int64, device="cpu")
             update = torch.empty_like(host, device=self._device)
             self._send(host, update)
             self.pages.view(-1).index_put_((update[0],), update[1].to(torch.int32))

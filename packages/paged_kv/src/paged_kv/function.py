@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -99,7 +99,7 @@ class PagedAttention(torch.autograd.Function):
         dq = dk = dv = dsinks = None
         if need_q or need_k or need_v:
             past_grad = need_k or need_v
-            with _plain_math(q), _segments(call, q, k, "backward" if past_grad else "forward") as segments:
+            with _surroundings(q), _segments(call, q, k, "backward" if past_grad else "forward") as segments:
                 inputs = (dout, q, k, v, out, lse, segments, geometry)
                 options = {"past_grad": past_grad, "accumulate": call.accumulate}
                 if need_sinks and hasattr(call.backend, "backward_with_sinks"):
@@ -126,7 +126,7 @@ def _kept_or_computed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cal
             out, lse = out.clone(), lse.clone()
         return out.detach(), lse.detach()
     fused = sinks is not None and hasattr(call.backend, "backward_with_sinks")
-    with _plain_math(q), _segments(call, q, k, "forward") as segments:
+    with _surroundings(q), _segments(call, q, k, "forward") as segments:
         if fused:
             out, lse = call.backend.forward(q, k, v, segments, call.geometry, sinks=sinks)  # type: ignore[call-arg]
         else:
@@ -220,7 +220,10 @@ def _checked(segment: Segment, call: Call, q: Tensor, k: Tensor, phase: Phase) -
 
 
 @contextmanager
-def _plain_math(q: Tensor) -> Iterator[None]:
-    """Autocast would run a float32 backend's products in 16 bits."""
-    with torch.autocast(q.device.type, enabled=False):
+def _surroundings(q: Tensor) -> Iterator[None]:
+    """What a backend runs in: Triton launches on the current device, whatever the tensors' is, and autocast would run a
+    float32 backend's products in 16 bits.
+    """
+    device = torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext()
+    with device, torch.autocast(q.device.type, enabled=False):
         yield

@@ -233,7 +233,8 @@ class PagedCache(Cache):
 
     def _empty(self, batch: int, valid: Tensor) -> _Batch:
         self._check_room(batch, "a batch of")
-        return _Batch([self.kv.add() for _ in range(batch)], valid[:, :0], torch.zeros(batch, 1, dtype=torch.bool))
+        begun = torch.zeros(batch, 1, dtype=torch.bool, device="cpu")
+        return _Batch([self.kv.add() for _ in range(batch)], valid[:, :0], begun)
 
     def _check_room(self, batch: int, what: str) -> None:
         """Raises: ValueError if so many sequences cannot be held in place of the batch there is"""
@@ -290,7 +291,8 @@ class PagedCache(Cache):
         valid = batch.valid[:, : columns + tokens_to_remove]
         lengths = valid.sum(1).tolist()
         self.kv.truncate(dict(zip(batch.ids, lengths)))
-        self._batch = _Batch(batch.ids, valid, torch.tensor(lengths)[:, None] > 0, batch.gaps)
+        begun = torch.tensor(lengths, device="cpu")[:, None] > 0
+        self._batch = _Batch(batch.ids, valid, begun, batch.gaps)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -299,13 +301,13 @@ class PagedCache(Cache):
         if not is_count(repeats, 1):
             raise ValueError(f"PagedCache: expected repeats to be a positive int, got {repeats!r}")
         if self._batch is not None:
-            self.batch_select_indices(torch.arange(len(self._batch.ids)).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(len(self._batch.ids), device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """The batch's sequences become these of the old ones. The first to go on with one keeps it, others fork it."""
         if self._batch is None:
             return
-        old, chosen = self._batch, torch.as_tensor(indices).tolist()
+        old, chosen = self._batch, torch.as_tensor(indices, device="cpu").tolist()
         count = len(old.ids)
         if not isinstance(chosen, list) or not chosen or not all(is_count(i, 0) and i < count for i in chosen):
             raise ValueError(f"PagedCache: expected a list of indices in [0, {count}), got {chosen}")

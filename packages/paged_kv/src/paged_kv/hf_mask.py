@@ -49,12 +49,12 @@ def seen_by(
 def _window_of(mask_function: Callable, window: int | None, length: int) -> int | None:
     """None for causal, or the window, whichever the mask agrees with on positions up to `length` and far beyond."""
     spots = {2**i + j for i in range(length.bit_length() + 6) for j in (-1, 0, 1)} | {length - 1, length, 3 * length}
-    q = torch.tensor(sorted(spots))[:, None]
+    q = torch.tensor(sorted(spots), device="cpu")[:, None]
     reach = {0, 1, 2, 5, 100} | {max(0, (window or 0) + j) for j in (-2, -1, 0, 1)}
-    kv = torch.cat(((q - torch.tensor(sorted(reach))).clamp_min(0), (q + 1), q // 2, q * 0), 1)
-    zero = torch.zeros((), dtype=torch.long)
+    kv = torch.cat(((q - torch.tensor(sorted(reach), device="cpu")).clamp_min(0), (q + 1), q // 2, q * 0), 1)
+    zero = torch.zeros((), dtype=torch.long, device="cpu")
     try:
-        seen = torch.as_tensor(mask_function(zero, zero, q.expand_as(kv), kv)).bool().expand(kv.shape)
+        seen = torch.as_tensor(mask_function(zero, zero, q.expand_as(kv), kv), device="cpu").bool().expand(kv.shape)
     except Exception as error:  # a mask that depends on more than two positions
         raise ValueError(
             f"PagedCache: the model's mask could not be evaluated position by position: {error}"

@@ -54,7 +54,7 @@ class PagePool:
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy pages of keys and values in every layer: (from, to) slots, no target twice."""
-        both = torch.tensor(copies, dtype=torch.int64).T.contiguous()
+        both = torch.tensor(copies, dtype=torch.int64, device="cpu").T.contiguous()
         if self.device.type == "cuda":
             both = both.pin_memory()  # so that the copy does not wait
         source, target = both.to(self.device, non_blocking=True)

@@ -256,11 +256,11 @@ class PagedKV(Sequences):
 
     def _padding(self) -> tuple[tuple[int, int], Tensor | None]:
         """(B, C) of the padded block, and which of its B * C rows hold tokens; None: all do."""
-        tokens = torch.tensor(self.tokens)
+        tokens = torch.tensor(self.tokens, device="cpu")
         shape = (len(self.tokens), max(self.tokens))
         if len(set(self.tokens)) == 1:
             return shape, None
-        index = (torch.arange(shape[1]) < tokens[:, None]).flatten().nonzero()[:, 0]
+        index = (torch.arange(shape[1], device="cpu") < tokens[:, None]).flatten().nonzero()[:, 0]
         return shape, index.to(self.pool.device)
 
     def _without_padding(self, x: Tensor) -> Tensor:

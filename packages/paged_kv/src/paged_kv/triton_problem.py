@@ -54,7 +54,7 @@ class Problem:
         """[B] int32 on the device, made when a kernel asks for it."""
         if self.length is not None:  # a fill kernel takes the number as an argument: no copy to the device, no wait
             return torch.full((self.batch,), self.length, dtype=torch.int32, device=self.q.device)
-        return torch.tensor(self.geometry.lengths, dtype=torch.int32).to(self.q.device, non_blocking=True)
+        return torch.tensor(self.geometry.lengths, dtype=torch.int32, device="cpu").to(self.q.device, non_blocking=True)
 
     @property
     def batch(self) -> int:

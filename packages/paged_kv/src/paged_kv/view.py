@@ -64,9 +64,10 @@ class PoolView:
     def columns(self, first_page: int) -> _Columns:
         if first_page not in self._columns:
             page, table = self.page_tokens, self.pool.table
+            counts = [max(0, -(-n // page) - first_page) for n in self.lengths]
             owned = [
-                torch.tensor(table.slots(sequence, first_page)[: max(0, -(-n // page) - first_page)], dtype=torch.int64)
-                for sequence, n in zip(self._sequences, self.lengths)
+                torch.tensor(table.slots(sequence, first_page)[:count], dtype=torch.int64, device="cpu")
+                for sequence, count in zip(self._sequences, counts)
             ]
             slots = torch.nn.utils.rnn.pad_sequence(owned, batch_first=True, padding_value=-1).to(torch.int32)
             runs = None

@@ -15,7 +15,7 @@ def triton_for(x: Tensor) -> ModuleType | None:
 
     Both give the same bits, so nobody need know which it was.
     """
-    if not x.is_cuda or importlib.util.find_spec("triton") is None:
+    if not x.is_cuda or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
         return None
     if torch.cuda.get_device_capability(x.device) < (8, 0):
         return None

@@ -35,7 +35,7 @@ def block_scores(
     Shapes: q [B, C, H, D], starting at a block; k [B, T, G, D]; real [B, C] bool, which queries count
     """
     if real is None:
-        real = torch.ones(q.shape[:2], dtype=torch.bool)
+        real = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
     B, C, H, _ = q.shape
     T, G = k.shape[1:3]
     P, R = page_tokens, H // G
@@ -80,7 +80,7 @@ def select_pages(
         starts = [0] * len(heads[0]) if first_pages is None else first_pages[b].tolist()
         blocks = [past_pages + i for i in range(len(heads[0]))]
         out.append([[_list(*one, top_k, recent, sinks) for one in zip(rows, blocks, starts)] for rows in heads])
-    return torch.tensor(out, dtype=torch.int32)
+    return torch.tensor(out, dtype=torch.int32, device=q.device)
 
 
 def _list(scores: list[float], block: int, first: int, top_k: int, recent: int, sinks: int) -> list[int]:
