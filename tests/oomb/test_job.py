@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 from oomb import trainer_checks
 from oomb.checkpoint import save_checkpoint
 from oomb.cli.train import make_trainer
-from oomb.job import prepare
+from oomb.job import choose_device, prepare
 from oomb.tiny import byte_tokenizer, tiny_model
 from oomb.train_config import TrainConfig
 
@@ -258,3 +259,44 @@ def test_a_folder_without_a_model_is_one_clear_line(tmp_path):
     with pytest.raises(ValueError, match="model: cannot load a tokenizer from") as caught:
         prepare(config(tmp_path, model=str(tmp_path / "empty")))
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Two CUDA devices, as far as torch.cuda asks; the first question to CUDA settles which of them there are."""
+    settled = []
+
+    def count():
+        settled[:] = settled or os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        return len(settled)
+
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", count, raising=False)
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_raw_device_count_nvml", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "_initialized", False)
+    monkeypatch.setattr(torch.cuda, "_cached_device_count", None)
+    monkeypatch.setattr(torch.cuda, "init", lambda: setattr(torch.cuda, "_initialized", True))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    return settled
+
+
+@pytest.mark.parametrize("name, seen", [("cuda:1", "1"), ("cuda:0", "0"), ("cuda", "0"), ("auto", "0")])
+def test_the_device_that_is_asked_for_is_the_one_that_is_seen(driver, name, seen):
+    assert choose_device(name) == torch.device("cuda:0")
+    assert driver == [seen] and torch.cuda.device_count() == 1
+
+
+def test_what_cuda_sees_already_cannot_be_changed(driver, monkeypatch):
+    assert torch.cuda.is_available()
+    assert choose_device("auto") == torch.device("cuda:0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ValueError, match="start it with CUDA_VISIBLE_DEVICES=1"):
+        choose_device("cuda:1")
+
+
+def test_devices_that_are_not_there(driver, monkeypatch):
+    with pytest.raises(ValueError, match="there are 2 CUDA devices"):
+        choose_device("cuda:2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="one of WORLD_SIZE=2"):
+        choose_device("auto")

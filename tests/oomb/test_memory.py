@@ -105,7 +105,7 @@ def test_a_share_of_the_device_is_all_there_is(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 8 * GIB)
-    for share, free, total in ((1.0, 73, 80), (0.25, 15, 20), (0.95, 71, 76)):
+    for share, free, total in ((1.0, 73, 80), (0.25, 15, 20), (0.95, 71, 76), (2**64 / (80 * GIB), 73, 80)):
         monkeypatch.setattr(torch._C, "_cuda_getMemoryFraction", lambda index, share=share: share, raising=False)
         found = Machine.now(torch.device(name))
         assert (found.device_free, found.device_total) == (free * GIB, total * GIB)

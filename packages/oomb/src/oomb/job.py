@@ -246,22 +246,35 @@ def choose_dtype(name: str, device: torch.device) -> tuple[torch.dtype, bool]:
 def choose_device(name: str) -> torch.device:
     """What the setting `device` means; of several CUDA devices this process then sees only one.
 
-    Raises: ValueError for one that is not there
+    Raises: ValueError for one that is not there, and in one of several processes
     """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device: {name} was asked for, but torch {torch.__version__} sees no CUDA device here")
-        count, index = torch.cuda.device_count(), device.index or 0
-        if index >= count:
-            raise ValueError(f"device: {name} was asked for, but there are {count} CUDA devices")
-        if count > 1:  # the Trainer would use all that this process sees
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible[index]
-            device = torch.device("cuda:0")
-    return device
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1":
+        raise ValueError(
+            f"oomb runs in one process on one device, and this is one of WORLD_SIZE={processes}: start it without "
+            "torchrun, or train with OombTrainer in a script of your own"
+        )
+    device = torch.device("cuda" if name == "auto" else name)
+    if device.type != "cuda":
+        return device
+    count, index = torch.cuda.device_count(), device.index or 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    if index < count > 1:  # the Trainer would use all that this process sees, which the first question to CUDA settles
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[index]
+    if not torch.cuda.is_available():
+        if name == "auto":
+            return torch.device("cpu")
+        raise ValueError(f"device: {name} was asked for, but torch {torch.__version__} sees no CUDA device here")
+    if index >= count:
+        raise ValueError(f"device: {name} was asked for, but there are {count} CUDA devices")
+    if index:
+        torch.cuda.init()
+        if torch.cuda.device_count() != 1:
+            raise ValueError(
+                f"device: CUDA began in this process before {name} was chosen of its {count} devices: start it with "
+                f"CUDA_VISIBLE_DEVICES={visible[index]}"
+            )
+    return device if count == 1 else torch.device("cuda:0")
 
 
 def _check_output(output: Path) -> None:

@@ -56,8 +56,9 @@ class Machine:
         free, total = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_allocated(device)
         free += torch.cuda.memory_reserved(device) - allocated
-        # torch refuses this process more than a share of the device, where one was set
-        total = int(total * torch.cuda.get_per_process_memory_fraction(device))
+        # torch refuses this process more than a share of the device, where one was set; where none was, the allocator
+        # "cudaMallocAsync" says some hundred million
+        total = int(total * min(torch.cuda.get_per_process_memory_fraction(device), 1.0))
         return Machine(min(free, total - allocated), total, host)
 
     def room(self) -> int:
