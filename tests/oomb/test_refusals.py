@@ -72,6 +72,14 @@ def test_architectures(config, reason):
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_a_decoder_that_is_compiled_as_a_whole():
+    """Its masks are made while it is traced, for any packing of documents: they answer for no single position."""
+    model = build(configs()["qwen2"])
+    model.model.compile(backend="eager")
+    with pytest.raises(Unsupported, match="compile its layers instead"):
+        chunked_backward(model, tokens(1, 12), config=CONFIG)
+
+
 def test_chunked_local_attention_beyond_the_cut(monkeypatch):
     """The mask looks causal on a short sequence and is not on a long one."""
     config = Llama4TextConfig(

@@ -16,8 +16,12 @@ from tests.oomb.test_training import lora
 from torch import nn
 from transformers import GPT2Config, PhimoeConfig
 
-from oomb import ChunkConfig, Unsupported, chunked_backward, chunked_loss
+from oomb import ChunkConfig, Unsupported, calibration, chunked_backward, chunked_loss, verify
+from oomb.api import PROFILE
+from oomb.hf import Parts
 from oomb.loss import cross_entropy, tiled_loss
+from oomb.packing import collate
+from oomb.token_losses import refuse_if_not_a_sum
 
 CONFIG = ChunkConfig(chunk_tokens=6, page_tokens=4)
 
@@ -249,16 +253,47 @@ def test_more_bad_input_is_a_clear_error():
 @pytest.mark.parametrize("budget", [{}, {"gpu_kv_budget_bytes": 1, "gpu_selection_budget_bytes": 0}])
 def test_another_default_device_changes_nothing(more, budget):
     """What is made on the host is made there whatever `torch.set_default_device` says: nothing else can be pinned."""
-    model, ids = build(configs()["qwen2"]), tokens(2, 29)
+    (model, fresh), ids = (build(configs()["qwen2"]) for _ in range(2)), tokens(2, 29)
     documents = torch.bucketize(torch.arange(29), torch.tensor([5, 14]), right=True).expand(2, -1)
     config = ChunkConfig(chunk_tokens=8, page_tokens=4, **more, **budget)
     for arguments in ({}, {"document_ids": documents}):
         expected = chunked_backward(model, ids, config=config, **arguments)
         wanted = gradients(model)
         with torch.device("meta"):
-            loss = chunked_backward(model, ids, config=config, **arguments)
-        found = gradients(model)
+            loss = chunked_backward(fresh, ids, config=config, **arguments)  # which is asked what it is in there, too
+        found = gradients(fresh)
         assert torch.equal(loss, expected) and all(torch.equal(found[name], grad) for name, grad in wanted.items())
+
+
+def test_another_default_device_stops_no_tool(monkeypatch):
+    model, told = build(configs()["qwen2"], dtype=torch.float32), []
+    row = {"input_ids": [3, 4, 5], "labels": [-100, 4, 5], "starts": [0]}
+    monkeypatch.setattr(calibration, "SECONDS", 1e-3)
+    with torch.device("meta"):
+        assert verify(model, tokens=40, config=CONFIG).passed
+        refuse_if_not_a_sum(lambda out, labels, num_items_in_batch: told.append(out) or out.logits[:, :-1].sum() * 0.0)
+        assert collate([row, row])["labels"].tolist() == [row["labels"]] * 2
+        asked = {"config": CONFIG, "device": torch.device("cpu"), "dtype": torch.float32}
+        calibration.calibrate(model.config, chunk_tokens=8, context_tokens=40, **asked)
+    assert told
+
+
+def test_weights_on_several_devices_are_refused_before_work_starts():
+    """As of a model that a device_map spread, or of which a part waits elsewhere."""
+    model = build(configs()["qwen2"])
+    model.model.layers[1].mlp.to("meta")
+    with pytest.raises(ValueError, match="weights are on cpu, meta: expected all on one device"):
+        chunked_loss(model, tokens(1, 12), config=CONFIG)
+    assert not hasattr(model, PROFILE)
+
+
+def test_a_step_within_the_capture_of_a_graph_is_refused(monkeypatch):
+    model = build(configs()["qwen2"])
+    monkeypatch.setattr(Parts, "device", property(lambda _: torch.device("cuda")))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for run in (chunked_loss, chunked_backward):
+        with pytest.raises(ValueError, match="CUDA graph is being captured"):
+            run(model, tokens(1, 12), config=CONFIG)
 
 
 def test_labels_beyond_the_logits_are_refused_though_the_head_seems_larger():

@@ -49,6 +49,18 @@ def imports_of(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+def test_whatever_the_default_device_is_tensors_are_made_where_they_belong(package):
+    """With `torch.set_default_device("cuda")` a host tensor that names no device is none: it cannot be pinned."""
+    makers = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"}
+    makers |= {"tensor", "zeros"}
+    for path in sorted(source(package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in makers}:
+                place = f"{path.relative_to(ROOT)}:{node.lineno}"
+                assert any(word.arg == "device" for word in node.keywords), f"{place}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_imports_only_what_it_may(package):
     files = sorted(source(package).rglob("*.py"))
     assert files

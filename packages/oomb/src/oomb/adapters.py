@@ -49,6 +49,6 @@ def adapter_parameters(
         if settings is None and importlib.util.find_spec("peft") is None:
             linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not model.get_output_embeddings()]
             shapes = [shape for m in linear for shape in ((rank, m.in_features), (m.out_features, rank))]
-            return tuple(nn.Parameter(torch.empty(shape)) for shape in shapes)
+            return tuple(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
         model = with_adapters(model, lora(rank=rank) if settings is None else settings)
     return tuple(p for p in model.parameters() if p.requires_grad)

@@ -15,7 +15,7 @@ from offload import Shelf
 from .batch import Batch, Chunks, prepare
 from .config import ChunkConfig
 from .held import Held
-from .hf import Parts, Unsupported, attention_installed, refuse_meta, take_apart
+from .hf import Parts, Unsupported, attention_installed, refuse_places, take_apart
 from .host import HostLease, refuse_fork_with_threads
 from .loss import TokenLoss, cross_entropy
 from .main_grads import main_grads
@@ -147,7 +147,12 @@ def _prepare(
         raise ValueError(f"config must be a ChunkConfig, got {type(config).__name__}")
     refuse_fork_with_threads()
     parts = take_apart(model)
-    refuse_meta(parts)
+    refuse_places(parts)
+    if parts.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "a CUDA graph is being captured: a chunked step waits for the device and moves memory to and from the "
+            "host, which a graph cannot hold; call it outside of the capture"
+        )
     batch = prepare(
         input_ids,
         vocab_size=parts.vocab_size,

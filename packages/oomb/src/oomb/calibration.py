@@ -151,7 +151,7 @@ def pair(ticks: Sequence[float], fill: Sequence[Pass], walk: Sequence[Pass]) -> 
 def _step(model: Any, tokens: int, length: int, question: _Question) -> tuple[list[float], bool]:
     """Seconds of each pass of one step, and whether layers were walked back one by one."""
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (1, tokens))
+    ids = torch.randint(vocabulary, (1, tokens), device="cpu")
     model.zero_grad(set_to_none=True)
     ticks, before = [], _now(question.device)
 
@@ -190,7 +190,7 @@ def _link(device: torch.device) -> float:
     """Seconds a byte takes each way, both ways at once."""
     size = 2**27 if device.type == "cuda" else 2**24
     pinned = device.type == "cuda"
-    away, back = (torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
+    away, back = (torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2))
     here, there = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     streams = [torch.cuda.Stream(device) for _ in range(2)] if pinned else []
     seconds = 0.0
@@ -214,8 +214,8 @@ def _now(device: torch.device) -> float:
 
 def _solve(rows: list[tuple[Pass, float]]) -> list[float]:
     """Seconds that one of each kind takes: least squares over relative errors, none below zero."""
-    x = torch.tensor([work for work, _ in rows], dtype=torch.float64)
-    y = torch.tensor([seconds for _, seconds in rows], dtype=torch.float64)
+    x = torch.tensor([work for work, _ in rows], dtype=torch.float64, device="cpu")
+    y = torch.tensor([seconds for _, seconds in rows], dtype=torch.float64, device="cpu")
     x = x / y[:, None]
     scale = x.norm(dim=0).clamp_min(1e-300)
     active = [i for i in range(x.shape[1]) if float(x[:, i].norm()) > 0]
@@ -225,6 +225,6 @@ def _solve(rows: list[tuple[Pass, float]]) -> list[float]:
         if found[worst] >= 0:
             break
         active.pop(worst)
-    each = torch.zeros(x.shape[1], dtype=torch.float64)
+    each = torch.zeros(x.shape[1], dtype=torch.float64, device="cpu")
     each[active] = found
     return (each / scale).tolist()

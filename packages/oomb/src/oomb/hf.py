@@ -150,15 +150,26 @@ def take_apart(model: nn.Module) -> Parts:
     decoder, head = inner.get_decoder(), inner.get_output_embeddings()
     if head is None or decoder is None or decoder is inner:
         raise Unsupported(f"{type(inner).__name__} has no head over a decoder: load it with AutoModelForCausalLM")
+    if decoder._compiled_call_impl is not None:
+        raise Unsupported(
+            f"{type(inner).__name__}'s decoder is compiled as a whole, which hides what its masks let a token see: "
+            "compile its layers instead (layer.compile())"
+        )
     if not hasattr(head, "weight") and not hasattr(head, "out_features"):
         raise Unsupported(f"the size of the head cannot be read off {type(head).__name__}")
     return Parts(model, inner, decoder)
 
 
-def refuse_meta(parts: Parts) -> None:
-    """Raises: ValueError for a model without weights, which can be planned for but not run"""
-    if any(p.is_meta for p in parts.causal.parameters()):
+def refuse_places(parts: Parts) -> None:
+    """Raises: ValueError for weights that are not all on one device, or on none: they can be planned for but not run"""
+    devices = {p.device for p in parts.causal.parameters()}
+    if devices == {torch.device("meta")}:
         raise ValueError("the model is on the meta device: it has no weights to train; load it on a real device")
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model's weights are on {', '.join(sorted(map(str, devices)))}: expected all on one device; load it "
+            'with device_map={"": "cuda:0"}, or without a device_map and then .to("cuda")'
+        )
 
 
 def _refuse_settings(causal: PreTrainedModel) -> None:

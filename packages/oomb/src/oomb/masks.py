@@ -23,15 +23,16 @@ def window_of(mask_function: Callable, length: int, device: torch.device) -> int
 
     powers = {2**i + j for i in range(length.bit_length() + 1) for j in (-1, 0, 1)}
     some = {length * i // 61 for i in range(61)}
-    spots = torch.tensor(sorted(p for p in powers | some | {length - 1, length - 2} if 0 <= p < length))
-    everything = torch.arange(length)
+    spots = torch.tensor(sorted(p for p in powers | some | {length - 1, length - 2} if 0 <= p < length), device="cpu")
+    everything = torch.arange(length, device="cpu")
+    last = torch.tensor(length - 1, device="cpu")
     try:
-        visible = see(torch.tensor(length - 1), everything)
+        visible = see(last, everything)
         first = int(visible.long().argmax())
         window = length - first if bool(visible.any()) else 0
-        offsets = torch.tensor([0, 1, max(window - 1, 0), window, window + 1])
+        offsets = torch.tensor([0, 1, max(window - 1, 0), window, window + 1], device="cpu")
         near = (spots[:, None] - offsets).clamp_min(0)
-        grids = [(torch.tensor(length - 1), everything), (spots[:, None], spots), (spots[:, None], near)]
+        grids = [(last, everything), (spots[:, None], spots), (spots[:, None], near)]
         fits = all(bool((see(q, kv) == ((kv <= q) & (kv > q - window))).all()) for q, kv in grids)
     except Unsupported:
         raise

@@ -139,13 +139,12 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     """
     longest = max(len(row["input_ids"]) for row in rows)
     shape = (len(rows), longest)
-    batch = {"input_ids": torch.zeros(shape, dtype=torch.int64), "labels": torch.full(shape, IGNORED)}
-    real = torch.zeros(shape, dtype=torch.int64)
-    documents = torch.zeros(shape, dtype=torch.int64)
+    ids, real, documents = (torch.zeros(shape, dtype=torch.int64, device="cpu") for _ in range(3))
+    batch = {"input_ids": ids, "labels": torch.full_like(ids, IGNORED)}
     for index, row in enumerate(rows):
         count = len(row["input_ids"])
         for name in ("input_ids", "labels"):
-            batch[name][index, :count] = torch.as_tensor(np.asarray(row[name], dtype=np.int64))
+            batch[name][index, :count] = torch.from_numpy(np.asarray(row[name], dtype=np.int64))
         real[index, :count] = 1
         for start in row["starts"][1:]:
             documents[index, int(start) :] += 1

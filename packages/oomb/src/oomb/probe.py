@@ -90,9 +90,10 @@ class _Probe:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         k, v = (x.to(wide).repeat_interleave(group, 2) for x in (k, v))
         scores = torch.einsum("bchd,bshd->bhcs", q.to(wide), k) * scale
-        behind = (torch.arange(q.shape[1]) + k.shape[1] - q.shape[1])[:, None] - torch.arange(k.shape[1])
+        key = torch.arange(k.shape[1], device=q.device)
+        behind = key[-q.shape[1] :, None] - key
         seen = (behind >= 0) & (behind < (self.windows[layer] or math.inf))
-        scores = scores.masked_fill(~seen.to(scores.device), -math.inf)
+        scores = scores.masked_fill(~seen, -math.inf)
         if sinks is not None:
             column = sinks.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, column], -1)

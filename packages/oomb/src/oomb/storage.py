@@ -50,7 +50,7 @@ class Stored:
     @staticmethod
     def count(window: int | None, bounds: Sequence[tuple[int, int]], page_tokens: int) -> int:
         """How many pages `of` the same finds, in a moment however many chunks of one length there are."""
-        starts = torch.arange(len(bounds)) * bounds[0][1]
+        starts = torch.arange(len(bounds), device="cpu") * bounds[0][1]
         if window is None or window == 1:
             return 0 if window == 1 else -(-int(starts[-1]) // page_tokens)
         first = (starts[1:] - window + 1).clamp_min_(0) // page_tokens

@@ -63,8 +63,8 @@ def refuse_if_not_a_sum(function: BatchLoss) -> None:
     Chunks can honour a loss only if it is a sum over tokens, divided by `num_items_in_batch` and nothing else.
     """
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(PROBE_TOKENS, PROBE_VOCAB, generator=generator, dtype=torch.float64)
-    labels = torch.randint(PROBE_VOCAB, (PROBE_TOKENS,), generator=generator)
+    logits = torch.randn(PROBE_TOKENS, PROBE_VOCAB, generator=generator, dtype=torch.float64, device="cpu")
+    labels = torch.randint(PROBE_VOCAB, (PROBE_TOKENS,), generator=generator, device="cpu")
     parts = ((logits[:PROBE_SPLIT], labels[:PROBE_SPLIT]), (logits[PROBE_SPLIT:], labels[PROBE_SPLIT:]))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:

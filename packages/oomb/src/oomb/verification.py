@@ -105,7 +105,7 @@ def verify(
     check_room(parts, outline(parts, min(length, PROBE_TOKENS)), length, parts.device, loaded=True)
     if input_ids is None:
         size = min(parts.vocab_size, parts.label_size)
-        input_ids = torch.randint(size, (1, tokens), generator=torch.Generator().manual_seed(0))
+        input_ids = torch.randint(size, (1, tokens), generator=torch.Generator().manual_seed(0), device="cpu")
     ids = input_ids.to(parts.device)
     config = _short(config or ChunkConfig(), ids.shape[1], parts.device)
     cast = torch.autocast(parts.device.type, autocast, enabled=autocast is not None)

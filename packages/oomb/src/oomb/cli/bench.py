@@ -62,7 +62,8 @@ def _time(
 ) -> tuple[float, int]:
     """Returns: the median of the steps' seconds, and the peak of memory"""
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (1, config.context), generator=torch.Generator().manual_seed(config.seed))
+    drawn = torch.Generator().manual_seed(config.seed)
+    ids = torch.randint(vocabulary, (1, config.context), generator=drawn, device="cpu")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     seconds = []

@@ -36,7 +36,7 @@ def run(settings: Mapping[str, Any], *, dry_run: bool = False) -> int:
     if named:
         vocabulary = model_config.get_text_config().vocab_size
         data = read_sequences(find_source(config), tokenizer, config, vocabulary, wanted=1)
-        ids = torch.tensor(data.rows[0]["input_ids"], dtype=torch.long)[None]
+        ids = torch.tensor(data.rows[0]["input_ids"], dtype=torch.long, device="cpu")[None]
     torch.manual_seed(config.seed)
     model = load_model(config, model_config, dtype, device)
     if dry_run:
