@@ -35,3 +35,10 @@ def run(script: str, folder: Path) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+@pytest.mark.cuda
+def test_activations_on_the_host_take_less_of_a_gpu(tmp_path):
+    shown = run(str(ROOT / "examples/02_offload_activations.py"), tmp_path)
+    on_device, on_host = (int(mib) for mib in re.findall(r"GPU memory peak (\d+) MiB", shown))
+    assert on_host < on_device / 2
