@@ -18,8 +18,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -30,28 +28,12 @@ from offload.lanes import Mark
 from paged_kv import Segment
 
 from .host_buffers import Buffer, Pair, Ring, Unit
+from .host_pages import LayerPages, Moves
 from .probe import LayerFacts
 
 LEAVING = 4  # blocks of keys or values on their way out at once
 
 Call = tuple[int, str]  # layer, phase
-Moves = list[tuple[Tensor, Tensor]]  # (destination, source)
-
-
-@dataclass
-class _LayerPages:
-    """One layer's pages on the host, [B * pages, P, G, D] each; which gradient pages hold anything; marks of copies.
-
-    `touched`: a byte a page; where lists rule the CPU does not know, and `flags` [B * pages] on the device tell.
-    """
-
-    kv: Pair
-    grads: Pair | None
-    touched: bytearray
-    flags: Tensor | None = None
-    appended: Mark | None = None  # the last copy of keys and values to the host
-    settled: Mark | None = None  # the same when the open block was opened
-    written: dict[int, Mark] = field(default_factory=dict)  # first page of a unit: the copy of its gradients
 
 
 class PageLists(Protocol):
@@ -88,16 +70,18 @@ class HostTier:
         arena: PinnedArena,
         lists: PageLists | None = None,
     ) -> None:
-        self.facts, self.first_page, self.pages, self.page_tokens = layers, first_page, pages, page_tokens
-        self.batch, self.grad_dtype, self.segment_pages = batch, grad_dtype, min(segment_pages, max(1, *pages.values()))
-        self.lanes, self.arena = lanes, arena
+        self.page_tokens, self.batch, self.grad_dtype, self.lanes = page_tokens, batch, grad_dtype, lanes
+        self.segment_pages = min(segment_pages, max(1, *pages.values()))
         self._lists = lists
         self._sparse = {layer for layer in layers if lists is not None and lists.is_sparse(layer)}
-        self._layers: dict[int, _LayerPages] = {}
-        elements = {i: math.prod(self._shape(i, min(self.segment_pages, n))) for i, n in pages.items()}
+        self._layers = {
+            i: LayerPages(i, facts, first_page[i], pages[i], page_tokens, batch, grad_dtype, arena)
+            for i, facts in layers.items()
+        }
+        at_once = [(layer, min(self.segment_pages, layer.count)) for layer in self._layers.values()]
         rows = math.prod(listed.rows_for(batch, self.segment_pages)) if self._sparse else 0
-        self._kv = Ring(lanes, max(2 * n * layers[i].dtype.itemsize for i, n in elements.items()), rows)
-        self._grads = Ring(lanes, max(2 * n * grad_dtype.itemsize for n in elements.values()), rows)
+        self._kv = Ring(lanes, max(layer.nbytes(n, layer.facts.dtype) for layer, n in at_once), rows)
+        self._grads = Ring(lanes, max(layer.nbytes(n, grad_dtype) for layer, n in at_once), rows)
         self._leaving: deque[tuple[Mark, Tensor]] = deque()
         self._chunk = 0
         self._last_page = 0  # of the past, in the order of the sequence
@@ -115,9 +99,9 @@ class HostTier:
         """
         self._chunk, self._last_page = chunk, past_pages
         for layer, (start, stop) in spans.items():
-            first = self.first_page[layer] * self.page_tokens
-            last = first + self.pages[layer] * self.page_tokens
-            self._spans[layer] = max(start, first), min(stop, last)
+            pages = self._layers[layer]
+            first = pages.first * self.page_tokens
+            self._spans[layer] = max(start, first), min(stop, first + pages.count * self.page_tokens)
         self._before, self._now = ([] if fresh else self._now), []
         self._own.clear()
         self._kv.forget()
@@ -132,11 +116,11 @@ class HostTier:
         first, last = self._spans[layer]
         if first >= last:
             return
-        pages = self._pages_of(layer)
+        pages = self._layers[layer]
         news = [self._packed(x[:, first - start : last - start]) for x in (k, v)]
         moves: Moves = []
         for rows, new in zip(pages.kv, news, strict=True):
-            moves += zip(self._tokens(layer, rows, first, last), new)
+            moves += zip(pages.tokens(rows, first, last), new)
         pages.appended = self._copy("out", moves, self.lanes.mark("compute"))
         self._leaving.extend((pages.appended, new) for new in news)
         while len(self._leaving) > LEAVING:
@@ -149,7 +133,8 @@ class HostTier:
         shift: what makes a page's number the sequence's
         """
         self._now.append((layer, phase))
-        units = self._units(layer, self.first_page[layer] if layer in self._sparse else first, last)
+        pages = self._layers[layer]
+        units = pages.units(pages.first if layer in self._sparse else first, last, self.segment_pages)
         ahead = self._take(units[0], phase) if units else ()
         return self._segments(layer, phase, units, ahead, shift)
 
@@ -177,11 +162,11 @@ class HostTier:
 
     def stored(self, layer: int, start: int, stop: int) -> tuple[Pair, Mark]:
         """Keys and values of the tokens [start, stop), all of this tier, on their way to the device."""
-        pages, facts = self._pages_of(layer), self.facts[layer]
-        pair = self._new_pair((self.batch, stop - start, facts.kv_heads, facts.head_dim), facts.dtype)
+        pages = self._layers[layer]
+        pair = self._new_tokens(pages, stop - start, pages.facts.dtype)
         moves: Moves = []
         for new, rows in zip(pair, pages.kv, strict=True):
-            moves += zip(new, self._tokens(layer, rows, start, stop))
+            moves += zip(new, pages.tokens(rows, start, stop))
         assert pages.appended is not None
         return pair, self._copy("in", moves, self.lanes.mark("compute"), pages.appended)
 
@@ -219,74 +204,74 @@ class HostTier:
         layer, first, last = unit
         pages = self._layers[layer]
         buffer = self._kv.claim(unit)
-        pair = buffer.pair(self._shape(layer, last - first), self.facts[layer].dtype)
+        pair = buffer.pair(pages.shape(last - first), pages.facts.dtype)
         after = (buffer.free,) if pages.settled is None else (buffer.free, pages.settled)
         if layer in self._sparse:
             buffer.chunk = self._chunk if self._listed(self._chunk, layer) else self._chunk - 1
             buffer.arrived = self._gather(buffer, unit, pair, pages.kv, *after)
         else:
-            buffer.arrived = self._copy("in", self._moves(layer, pair, first, pages.kv, first, last), *after)
+            buffer.arrived = self._copy("in", pages.moves(pair, first, pages.kv, first, last), *after)
         return buffer
 
     def _fetch_rest(self, buffer: Buffer, unit: Unit) -> None:
         """What the lists of this chunk name beside those that a unit was fetched by."""
         layer, first, last = unit
-        pair = buffer.pair(self._shape(layer, last - first), self.facts[layer].dtype)
+        pages = self._layers[layer]
+        pair = buffer.pair(pages.shape(last - first), pages.facts.dtype)
         fetched, buffer.chunk = buffer.chunk, self._chunk
-        buffer.arrived = self._gather(buffer, unit, pair, self._layers[layer].kv, but=fetched)
+        buffer.arrived = self._gather(buffer, unit, pair, pages.kv, but=fetched)
 
     def _fetch_grads(self, unit: Unit) -> Buffer:
         """Earlier contributions where there are any, zeros elsewhere."""
         layer, first, last = unit
         pages = self._layers[layer]
         buffer = self._grads.claim(unit)
-        pair = buffer.pair(self._shape(layer, last - first), self.grad_dtype)
+        pair = buffer.pair(pages.shape(last - first), self.grad_dtype)
+        marks = pages.written_to(first, last, self.segment_pages)
         if layer in self._sparse:
-            buffer.chunk, host = self._chunk, self._grad_pages(layer)
-            flags, marks = self._flags(layer), self._written(pages, first, last)
-            buffer.arrived = self._gather(buffer, unit, pair, host, buffer.free, *marks, flags=flags)
+            buffer.chunk, flags = self._chunk, self._flags(pages)
+            buffer.arrived = self._gather(buffer, unit, pair, pages.grads, buffer.free, *marks, flags=flags)
             return buffer
-        runs = self._touched(layer, first, last)
-        moves = [move for a, b in runs for move in self._moves(layer, pair, first, self._grad_pages(layer), a, b)]
-        marks = self._written(pages, first, last)
+        runs = pages.touched_runs(first, last)
+        moves = [move for a, b in runs for move in pages.moves(pair, first, pages.grads, a, b)]
         zero = () if runs == [(first, last)] else pair
         buffer.arrived = self._copy("in", moves, buffer.free, *marks, zero=zero)
         return buffer
 
     def _begin_own(self, layer: int) -> tuple[Pair, Mark] | None:
         start, stop = self._spans[layer]
-        if start >= stop or layer not in self._layers:
+        pages = self._layers[layer]
+        if start >= stop or pages.stored is None:
             return None
-        pages, facts = self._layers[layer], self.facts[layer]
         first, last = start // self.page_tokens, -(-stop // self.page_tokens)
         if layer in self._sparse:
-            return self._begin_own_flagged(layer, first, last)
-        runs = self._touched(layer, first, last)
+            return self._begin_own_flagged(pages, first, last)
+        runs = pages.touched_runs(first, last)
         if not runs:
             return None
-        pair = self._new_pair((self.batch, stop - start, facts.kv_heads, facts.head_dim), self.grad_dtype)
+        pair = self._new_tokens(pages, stop - start, self.grad_dtype)
         moves: Moves = []
         for a, b in runs:
             low, high = max(a * self.page_tokens, start), min(b * self.page_tokens, stop)
-            for new, rows in zip(pair, self._grad_pages(layer), strict=True):
-                moves += zip(new[:, low - start : high - start], self._tokens(layer, rows, low, high), strict=True)
-        marks = self._written(pages, first, last)
+            for new, rows in zip(pair, pages.grads, strict=True):
+                moves += zip(new[:, low - start : high - start], pages.tokens(rows, low, high), strict=True)
+        marks = pages.written_to(first, last, self.segment_pages)
         zero = () if runs == [(first, last)] else pair
         return pair, self._copy("in", moves, self.lanes.mark("compute"), *marks, zero=zero)
 
-    def _begin_own_flagged(self, layer: int, first: int, last: int) -> tuple[Pair, Mark] | None:
+    def _begin_own_flagged(self, pages: LayerPages, first: int, last: int) -> tuple[Pair, Mark] | None:
         """The same where lists rule: of whole pages, for chunks are cut at pages there."""
-        pages, flags = self._layers[layer], self._layers[layer].flags
+        flags = pages.flags
         if flags is None:
             return None
-        assert self._spans[layer] == (first * self.page_tokens, last * self.page_tokens)
-        device = self._new_pair(self._shape(layer, last - first), self.grad_dtype)
-        rows, marks = self._all_rows(last - first), self._written(pages, first, last)
-        layout = self._layout(layer, first, last)
-        host = self._grad_pages(layer)
+        grads = pages.grads
+        assert self._spans[pages.layer] == (first * self.page_tokens, last * self.page_tokens)
+        device = self._new_pair(pages.shape(last - first), self.grad_dtype)
+        rows, marks = self._all_rows(last - first), pages.written_to(first, last, self.segment_pages)
+        layout = pages.layout(first, last)
 
         def work() -> None:
-            for near, far in zip(device, host, strict=True):
+            for near, far in zip(device, grads, strict=True):
                 listed.copy_listed(far, near, rows, gather=True, flags=flags, **layout)
 
         mark = self.lanes.run("in", work, after=(self.lanes.mark("compute"), *marks))
@@ -296,13 +281,13 @@ class HostTier:
     def _segment(
         self, layer: int, first: int, last: int, shift: int, kv: Buffer, grads: Buffer | None = None
     ) -> Segment:
-        count = last - first
-        shape = self._shape(layer, count)
+        pages, count = self._layers[layer], last - first
+        shape = pages.shape(count)
         slots, runs = self._slot_table(count), tuple(b * count for b in range(self.batch))
         for buffer in (kv,) if grads is None else (kv, grads):
             assert buffer.arrived is not None
             self.lanes.hold("compute", buffer.arrived)
-        k, v = kv.pair(shape, self.facts[layer].dtype)
+        k, v = kv.pair(shape, pages.facts.dtype)
         if grads is None:
             return Segment(first + shift, k, v, slots, runs, None, None, None, None)
         dk, dv = grads.pair(shape, self.grad_dtype)
@@ -315,24 +300,24 @@ class HostTier:
         if grads is None:
             return
         pages = self._layers[layer]
-        pair = grads.pair(self._shape(layer, last - first), self.grad_dtype)
+        pair = grads.pair(pages.shape(last - first), self.grad_dtype)
         if layer in self._sparse:
-            grads.free = pages.written[first] = self._scatter(grads, pair, layer, first, last, used)
+            grads.free = pages.written[first] = self._scatter(grads, pair, pages, first, last, used)
             grads.unit, grads.busy = None, False
             return
-        moves = self._moves(layer, pair, first, self._grad_pages(layer), first, last)
-        moves = [(host, device) for device, host in moves]
+        moves = [(host, device) for device, host in pages.moves(pair, first, pages.grads, first, last)]
         grads.free = pages.written[first] = self._copy("out", moves, used)
         grads.unit, grads.busy = None, False
-        a, b = first - self.first_page[layer], last - self.first_page[layer]
+        a, b = first - pages.first, last - pages.first
         pages.touched[a:b] = b"\1" * (b - a)
 
     def _prefetch(self, call: Call) -> None:
         """Begin to fetch the first unit that a call will want; windowed layers want other pages, and few."""
         layer, phase = call
-        if layer not in self._layers or self.facts[layer].window is not None:
+        pages = self._layers[layer]
+        if pages.stored is None or pages.facts.window is not None:
             return
-        units = self._units(layer, self.first_page[layer], self._last_page)
+        units = pages.units(pages.first, self._last_page, self.segment_pages)
         if not units:
             return
         known = layer not in self._sparse or self._listed(self._chunk, layer) is not None
@@ -346,7 +331,7 @@ class HostTier:
         at = len(self._now)
         if self._before[:at] == self._now and at < len(self._before):
             return self._before[at]
-        (layer, phase), order = self._now[-1], list(self.facts)
+        (layer, phase), order = self._now[-1], list(self._layers)
         place = order.index(layer) + (1 if phase == "forward" else -1)
         return (order[place], phase) if 0 <= place < len(order) else None
 
@@ -373,7 +358,7 @@ class HostTier:
         named, fetched = self._listed(buffer.chunk, layer), None if but is None else self._listed(but, layer)
         assert named is not None and (but is None or fetched is not None)
         (ids, made), but_ids = named, None if fetched is None else fetched[0]
-        layout = self._layout(layer, first, last)
+        layout = self._layers[layer].layout(first, last)
 
         def work() -> None:
             listed.list_rows(buffer.rows, ids, first=first, columns=last - first, but=but_ids)
@@ -382,15 +367,19 @@ class HostTier:
 
         return self.lanes.run("in", work, after=(made, *after))
 
-    def _scatter(self, buffer: Buffer, device: Pair, layer: int, first: int, last: int, used: Mark) -> Mark:
+    def _scatter(self, buffer: Buffer, device: Pair, pages: LayerPages, first: int, last: int, used: Mark) -> Mark:
         """Send back what `_gather` fetched."""
-        flags, host, layout = self._layers[layer].flags, self._grad_pages(layer), self._layout(layer, first, last)
+        flags, host, layout = pages.flags, pages.grads, pages.layout(first, last)
 
         def work() -> None:
             for near, far in zip(device, host, strict=True):
                 listed.copy_listed(far, near, buffer.rows, gather=False, flags=flags, **layout)
 
         return self.lanes.run("out", work, after=(used,))
+
+    def _listed(self, chunk: int, layer: int) -> tuple[Tensor, Mark] | None:
+        assert self._lists is not None
+        return self._lists.lists(chunk, layer)
 
     def _packed(self, rows: Tensor) -> Tensor:
         if rows.is_contiguous():
@@ -404,60 +393,13 @@ class HostTier:
         self.lanes.hold("compute", left)
         self.lanes.release(tensor)
 
-    # where things are
+    # memory on the device
 
-    def _listed(self, chunk: int, layer: int) -> tuple[Tensor, Mark] | None:
-        assert self._lists is not None
-        return self._lists.lists(chunk, layer)
-
-    def _layout(self, layer: int, first: int, last: int) -> dict[str, int]:
-        """Where the pages [first, last) lie on either side."""
-        host_first = first - self.first_page[layer]
-        return {"columns": last - first, "host_columns": self.pages[layer], "host_first": host_first}
-
-    def _flags(self, layer: int) -> Tensor:
-        pages = self._layers[layer]
+    def _flags(self, pages: LayerPages) -> Tensor:
         if pages.flags is None:
-            flags = pages.flags = self.lanes.empty((self.batch * self.pages[layer],), torch.uint8)
+            flags = pages.flags = self.lanes.empty((self.batch * pages.count,), torch.uint8)
             self.lanes.run("in", lambda: flags.zero_(), after=(self.lanes.mark("compute"),))
         return pages.flags
-
-    def _pages_of(self, layer: int) -> _LayerPages:
-        if layer not in self._layers:
-            shape, dtype = self._shape(layer, self.pages[layer]), self.facts[layer].dtype
-            kv = self.arena.take(shape, dtype), self.arena.take(shape, dtype)
-            self._layers[layer] = _LayerPages(kv, None, bytearray(self.pages[layer]))
-        return self._layers[layer]
-
-    def _grad_pages(self, layer: int) -> Pair:
-        pages = self._layers[layer]
-        if pages.grads is None:
-            shape = self._shape(layer, self.pages[layer])
-            pages.grads = self.arena.take(shape, self.grad_dtype), self.arena.take(shape, self.grad_dtype)
-        return pages.grads
-
-    def _units(self, layer: int, first: int, last: int) -> list[Unit]:
-        """Pages [first, last) cut at fixed multiples of segment_pages."""
-        edges = {first, last, *range(self.first_page[layer], last, self.segment_pages)}
-        return [(layer, a, b) for a, b in pairwise(sorted(e for e in edges if first <= e <= last))]
-
-    def _touched(self, layer: int, first: int, last: int) -> list[tuple[int, int]]:
-        """Runs of pages in [first, last) that hold gradients."""
-        runs, touched, base = [], self._layers[layer].touched, self.first_page[layer]
-        at, end = first - base, last - base
-        while (a := touched.find(1, at, end)) >= 0:
-            b = touched.find(0, a, end)
-            at = end if b < 0 else b
-            runs.append((a + base, at + base))
-        return runs
-
-    def _written(self, pages: _LayerPages, first: int, last: int) -> list[Mark]:
-        """Marks of the copies that may have brought gradients to the pages [first, last)."""
-        return [mark for unit, mark in pages.written.items() if first - self.segment_pages < unit < last]
-
-    def _shape(self, layer: int, count: int) -> tuple[int, ...]:
-        facts = self.facts[layer]
-        return (self.batch * count, self.page_tokens, facts.kv_heads, facts.head_dim)
 
     def _slot_table(self, count: int) -> Tensor:
         if count not in self._slots:
@@ -473,21 +415,9 @@ class HostTier:
             self._rows[count] = rows
         return self._rows[count]
 
+    def _new_tokens(self, pages: LayerPages, count: int, dtype: torch.dtype) -> Pair:
+        """Of so many tokens of every sequence."""
+        return self._new_pair((self.batch, count, pages.facts.kv_heads, pages.facts.head_dim), dtype)
+
     def _new_pair(self, shape: tuple[int, ...], dtype: torch.dtype) -> Pair:
         return self.lanes.empty(shape, dtype), self.lanes.empty(shape, dtype)
-
-    def _tokens(self, layer: int, rows: Tensor, start: int, stop: int) -> Tensor:
-        """The tokens [start, stop) in host pages: a view [B, stop - start, G, D]."""
-        flat = rows.view(self.batch, self.pages[layer] * self.page_tokens, *rows.shape[2:])
-        base = self.first_page[layer] * self.page_tokens
-        return flat[:, start - base : stop - base]
-
-    def _moves(self, layer: int, device: Pair, device_first: int, host: Pair, first: int, last: int) -> Moves:
-        """(device, host): contiguous runs of the pages [first, last), one for each tensor and sequence."""
-        moves = []
-        for staged, rows in zip(device, host, strict=True):
-            near = staged.view(self.batch, -1, *staged.shape[1:])[:, first - device_first : last - device_first]
-            far = rows.view(self.batch, self.pages[layer], *rows.shape[1:])
-            far = far[:, first - self.first_page[layer] : last - self.first_page[layer]]
-            moves += [(near[b], far[b]) for b in range(self.batch)]
-        return moves
