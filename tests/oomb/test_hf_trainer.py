@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from tests.numerics import relative
 from tests.oomb.trainers import CHUNKS, arguments, collate, model, rows, run
 from transformers import Trainer
 
-from oomb import ChunkConfig, ChunkTrainerMixin, OombTrainer
+from oomb import ChunkConfig, ChunkTrainerMixin, OombTrainer, api, chunked_loss
+from oomb.loss import cross_entropy
 from oomb.token_losses import refuse_if_not_a_sum
 
 
@@ -147,6 +149,44 @@ def test_bf16_autocast_keeps_float32_weights_and_follows_the_stock_trainer(tmp_p
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     assert logged.of("loss") == pytest.approx(expected.of("loss"), rel=2e-2)
     assert logged.of("loss") != run(OombTrainer, model(), tmp_path)[1].of("loss")
+
+
+def test_logits_stay_in_16_bits_under_autocast(monkeypatch, tmp_path):
+    """accelerate would have the model return float32: a tile of logits twice as large as the plan counts."""
+    seen = []
+
+    def watched(logits, labels):
+        seen.append(logits.dtype)
+        return cross_entropy(logits, labels)
+
+    monkeypatch.setattr(api, "cross_entropy", watched)
+    run(OombTrainer, model(), tmp_path, settings={"bf16": True, "max_steps": 1})
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_a_loss_of_ones_own_gets_float32_logits_under_autocast(tmp_path):
+    """As the stock Trainer hands it over."""
+    seen = []
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        seen.append(outputs.logits.dtype)
+        return focal(outputs, labels, num_items_in_batch)
+
+    for kind in (Trainer, OombTrainer):
+        run(kind, model(), tmp_path, settings={"bf16": True, "max_steps": 1}, compute_loss_func=loss)
+    assert torch.bfloat16 not in seen
+
+
+def test_a_model_that_accelerate_prepared_wants_its_autocast():
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.prepare_model(model())
+    ids = torch.randint(61, (1, 23), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=r"with accelerator\.autocast"):
+        chunked_loss(prepared, ids, config=CHUNKS)
+    with accelerator.autocast():
+        loss = chunked_loss(prepared, ids, config=CHUNKS).detach()
+        expected = prepared(input_ids=ids, labels=ids).loss.detach()
+    assert float(loss) == pytest.approx(float(expected), rel=2e-2)
 
 
 def test_bf16_weights_sum_their_gradients_in_float32(tmp_path):

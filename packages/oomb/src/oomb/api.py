@@ -15,7 +15,7 @@ from offload import Shelf
 from .batch import Batch, Chunks, prepare
 from .config import ChunkConfig
 from .held import Held
-from .hf import Parts, Unsupported, attention_installed, refuse_places, take_apart
+from .hf import Parts, Unsupported, attention_installed, refuse_autocast_of_one_call, refuse_places, take_apart
 from .host import HostLease, refuse_fork_with_threads
 from .loss import TokenLoss, cross_entropy
 from .main_grads import main_grads
@@ -148,6 +148,7 @@ def _prepare(
     refuse_fork_with_threads()
     parts = take_apart(model)
     refuse_places(parts)
+    refuse_autocast_of_one_call(parts)
     if parts.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             "a CUDA graph is being captured: a chunked step waits for the device and moves memory to and from the "

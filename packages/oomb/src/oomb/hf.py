@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 NAME = "oomb"
+PREPARED = "_original_forward"  # where accelerate puts the forward that it wraps for mixed precision
 ASKING = "oomb_asking"  # the same attention, for which the library also makes masks
 
 
@@ -169,6 +170,16 @@ def refuse_places(parts: Parts) -> None:
         raise ValueError(
             f"the model's weights are on {', '.join(sorted(map(str, devices)))}: expected all on one device; load it "
             'with device_map={"": "cuda:0"}, or without a device_map and then .to("cuda")'
+        )
+
+
+def refuse_autocast_of_one_call(parts: Parts) -> None:
+    """Raises: ValueError for a model of which accelerate's wrapper, and nothing else, runs in mixed precision"""
+    wrapped = any(PREPARED in vars(module) for module in parts.given.modules())
+    if wrapped and not torch.is_autocast_enabled(parts.device.type):
+        raise ValueError(
+            "accelerate prepared the model for mixed precision, which holds in calls of the whole model: chunks call "
+            "its parts; call this within `with accelerator.autocast():`"
         )
 
 

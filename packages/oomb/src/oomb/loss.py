@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .batch import IGNORED, to_device
-from .hf import Parts, Unsupported
+from .hf import PREPARED, Parts, Unsupported
+from .unread import replaced
 
 TokenLoss = Callable[[Tensor, Tensor], Tensor]  # (logits [N, V], labels [N]) -> [N]
 TILE_LOGITS = 2**27  # logits alive at once with loss_tile_tokens="auto": 512 MiB in float32
@@ -33,17 +34,19 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Shapes: hidden [N, E] -> logits [N, V]"""
-        decoder, answered = self.parts.decoder, []
+        causal, decoder, answered = self.parts.causal, self.parts.decoder, []
 
         def answer(*_args, **_kwargs):
             answered.append(True)
             return self.output_type(last_hidden_state=hidden[None])
 
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
-        with _replaced(decoder, answer):
-            logits = self.parts.causal(input_ids=ids, use_cache=False).logits[0]
+        # accelerate has what it prepared return float32: twice the bytes, and nothing more in them
+        plain = vars(causal).get(PREPARED)
+        with _replaced(decoder, answer), nullcontext() if plain is None else replaced(causal, "forward", plain):
+            logits = causal(input_ids=ids, use_cache=False).logits[0]
         if not answered:
-            raise Unsupported(f"{type(self.parts.causal).__name__} computes its logits around its decoder")
+            raise Unsupported(f"{type(causal).__name__} computes its logits around its decoder")
         return logits
 
 

@@ -51,6 +51,8 @@ def from_batch_loss(function: BatchLoss, num_items: float) -> TokenLoss:
 
 
 def _call(function: BatchLoss, logits: Tensor, labels: Tensor, num_items: float) -> Any:
+    if torch.is_autocast_enabled(logits.device.type):  # as accelerate hands them to the stock Trainer's
+        logits = logits.float()
     shifted = torch.cat([labels.new_full((1,), IGNORED), labels])[None]
     rows = torch.cat([logits, logits.new_zeros(1, logits.shape[1])])[None]
     items = torch.tensor(num_items, device=logits.device)
