@@ -14,7 +14,8 @@ from tests.numerics import gradient_errors, gradients
 from tests.oomb.test_exact import ROPES, tokens
 from tests.oomb.test_training import lora
 from torch import nn
-from transformers import GPT2Config, PhimoeConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, PhimoeConfig, Qwen2Config, Qwen2ForCausalLM
 
 from oomb import ChunkConfig, Unsupported, calibration, chunked_backward, chunked_loss, verify
 from oomb.api import PROFILE
@@ -247,6 +248,36 @@ def test_more_bad_input_is_a_clear_error():
     model.config.return_dict = False
     with pytest.raises(ValueError, match="return_dict"):
         chunked_loss(model, tokens(1, 12), config=CONFIG)
+
+
+class ShorterFactors(TorchDispatchMode):
+    """Matrix products of float32 as units for TF32 make them: ten binary digits of each factor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm):
+            args = [self.cut(x) if x.dtype == torch.float32 and x.ndim > 1 else x for x in args]
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def cut(x):
+        bits = x.contiguous().view(torch.int32)
+        return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def test_float32_products_of_fewer_digits_are_no_state_between_tokens():
+    """A deep model whose products lose digits differs from itself by more than float32 explains."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 24, "num_attention_heads": 8}
+    torch.manual_seed(0)
+    model, ids = Qwen2ForCausalLM(Qwen2Config(**COMMON | sizes)), tokens(1, 40)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with ShorterFactors(), torch.no_grad():
+            loss = chunked_loss(model, ids, config=CONFIG)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    with torch.no_grad():
+        assert float(loss) == pytest.approx(float(dense_loss(model, ids)), rel=1e-3)
 
 
 @pytest.mark.parametrize("more", [{}, {"attention": "sparse", "top_k_pages": 1, "recent_pages": 1}])

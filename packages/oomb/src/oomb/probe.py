@@ -34,6 +34,7 @@ PROBE_CHUNK = 7
 OUTLINED = 2**20  # tokens over which a plan asks a mask: windows are shorter, and each costs
 # how far the model's own attention may be from ours on the whole probe, by the precision of the hidden states
 NOISE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+FEWER_DIGITS = {"tf32": torch.float16, "bf16": torch.bfloat16}  # of float32 products, where torch may drop some
 STATE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
@@ -359,7 +360,10 @@ def _check_calls(parts: Parts, context: _Probe, chunks: int) -> None:
 def _precision(hidden: Tensor) -> torch.dtype:
     """The narrowest precision the hidden states went through: the residual stream stays wide under autocast."""
     device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    products = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul
+    return FEWER_DIGITS.get(products.fp32_precision, hidden.dtype) if hidden.dtype == torch.float32 else hidden.dtype
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
