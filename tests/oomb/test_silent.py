@@ -296,6 +296,21 @@ def test_another_default_device_changes_nothing(more, budget):
         assert torch.equal(loss, expected) and all(torch.equal(found[name], grad) for name, grad in wanted.items())
 
 
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "qwen3_moe_balanced"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_another_default_dtype_changes_nothing(dtype, name):
+    model, ids, before = build(configs()[name]), tokens(2, 23), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        loss = chunked_loss(model, ids, config=ChunkConfig(chunk_tokens=6, page_tokens=4, gpu_kv_budget_bytes=1))
+        loss.backward()
+    finally:
+        torch.set_default_dtype(before)
+    ours = gradients(model)
+    dense_loss(model, ids).backward()
+    assert max(gradient_errors(ours, gradients(model))) <= 1e-10
+
+
 def test_another_default_device_stops_no_tool(monkeypatch):
     model, told = build(configs()["qwen2"], dtype=torch.float32), []
     row = {"input_ids": [3, 4, 5], "labels": [-100, 4, 5], "starts": [0]}

@@ -44,14 +44,15 @@ def router_of(causal: PreTrainedModel) -> Router | None:
     experts, top_k, coefficient = (getattr(causal, attribute) for attribute in names)
     router = Router(int(experts), int(top_k), float(coefficient))
     generator = torch.Generator().manual_seed(0)
-    logits = tuple(torch.randn(12, experts, generator=generator, device="cpu") for _ in range(3))
-    mask = torch.ones(2, 6, device="cpu")
+    drawn = torch.randn(3, 12, experts, generator=generator, dtype=torch.float32, device="cpu")
+    logits = tuple(drawn)
+    mask = torch.ones(2, 6, dtype=torch.float32, device="cpu")
     mask[1, 4:] = 0
     for real in (None, mask):
         ours = Balance(router)
         ours.count(logits, real)
         expected = library(logits, experts, top_k, real)
-        if not torch.allclose(ours.loss(logits, real), expected, rtol=1e-4):
+        if not torch.allclose(ours.loss(logits, real).float(), expected.float(), rtol=1e-4):
             raise Unsupported(
                 f"{name} balances its experts by another loss than the Switch Transformer's; set "
                 f"output_router_logits=False"
