@@ -1,11 +1,13 @@
 """`oomb train` from the outside: what it writes, what it says, how it ends."""
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from oomb.checkpoint import save_checkpoint
 from oomb.cli import train as command
 from oomb.cli.main import main
+from oomb.host import spare_bytes
 from oomb.progress import StepBar
 from oomb.tiny import byte_tokenizer, tiny_model
+from oomb.train_config import TrainConfig
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -45,6 +49,35 @@ def test_a_run_leaves_a_checkpoint_a_picture_and_its_numbers(arguments, tmp_path
     assert ids.shape[1] == len("7 squared is") + 4
     left = ["checkpoint", "loss.png", "memory.png", "metrics.jsonl", "settings.yaml"]
     assert sorted(path.name for path in out.iterdir()) == left and (out / "memory.png").read_bytes()[:8] == PNG
+
+
+@pytest.mark.parametrize("more", [[], ["--adapter", "lora"], ["--gpu-kv-budget", "1"]])
+def test_the_reloaded_model_has_the_memory_that_training_had(more, arguments, monkeypatch):
+    """Beside weights, gradients and states it might not fit, when all the work is done."""
+    left, sample = [], command.sample
+
+    def watched(job):
+        tensors = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        left.append((sum(storages.values()), spare_bytes()))
+        return sample(job)
+
+    monkeypatch.setattr(command, "sample", watched)
+    gc.collect()
+    before = sum(x.nbytes for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
+    assert main([*arguments, *more]) == 0
+    [(held, spare)] = left
+    assert held <= before + 4096 and spare == 0  # the smallest model here has 400,000 bytes
+
+
+def test_a_base_in_4_bits_is_reloaded_in_4_bits(tmp_path, monkeypatch):
+    """As it was: in full it might be too large for the device that trained it."""
+    config = TrainConfig(model="x", data="y", context=8, adapter="qlora", dtype="bfloat16")
+    job = SimpleNamespace(config=config, device=torch.device("cpu"), tokenizer=None, checkpoint=tmp_path)
+    monkeypatch.setattr(command, "load_config", lambda *_: None)
+    monkeypatch.setattr(command, "load_base", lambda *given: given)
+    monkeypatch.setattr("peft.PeftModel.from_pretrained", lambda base, _: base)
+    assert command._with_saved_adapters(job) == (config, None, torch.bfloat16, torch.device("cpu"))
 
 
 def test_a_dry_run_loads_says_and_stops(arguments, tmp_path, capsys):

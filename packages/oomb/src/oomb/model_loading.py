@@ -83,10 +83,16 @@ def _extended(model_config: PretrainedConfig, config: TrainConfig) -> Pretrained
 
 
 def load_model(config: TrainConfig, model_config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model on its device, in training mode, with adapters if the run has them.
+    """The model on its device, in training mode, with new adapters if the run has them.
 
     Raises: ValueError if weights are missing, or an optional package is
     """
+    model = load_base(config, model_config, dtype, device)
+    return (_with_adapters(model, config) if config.adapter != "none" else model).train()
+
+
+def load_base(config: TrainConfig, model_config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model on its device without adapters, in 4 bits if the run has it so. Raises: as `load_model`"""
     if config.adapter != "none":
         require("peft", f"adapter={config.adapter!r}")
     if config.adapter == "qlora":
@@ -102,7 +108,7 @@ def load_model(config: TrainConfig, model_config: PretrainedConfig, dtype: torch
         model = _load_weights(config, model_config, dtype, device)
     if config.adapter != "qlora":
         model.to(device)
-    return (_with_adapters(model, config) if config.adapter != "none" else model).train()
+    return model
 
 
 def adapter_targets(config: TrainConfig) -> str | list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -19,9 +20,10 @@ from oomb.checkpoint import save_checkpoint
 from oomb.cli.options import parse_yaml
 from oomb.eta import ModelWork
 from oomb.hf_trainer import OombTrainer
+from oomb.host import close_spare
 from oomb.interrupt import Interrupted
-from oomb.job import SETTINGS, Job, prepare, written_settings
-from oomb.model_loading import load_config, load_model, positions
+from oomb.job import SETTINGS, Job, choose_dtype, prepare, written_settings
+from oomb.model_loading import load_base, load_config, positions
 from oomb.packing import collate
 from oomb.plots import draw_loss, draw_memory
 from oomb.progress import Progress
@@ -62,6 +64,7 @@ def run(settings: Mapping[str, Any], *, dry_run: bool = False) -> int:
     finally:
         progress.close()
         _remove_if_empty(job)  # the Trainer makes the folder before there is anything to save
+    del trainer
     _finish(job, progress)
     _remove_if_empty(job)
     return 0
@@ -130,7 +133,19 @@ def _finish(job: Job, progress: Progress) -> None:
     print(f"checkpoint  {job.checkpoint}")
     print(f"pictures    {job.output / 'loss.png'}, {job.output / 'memory.png'}")
     if job.config.generate_tokens:
+        _let_go(job)
         print(f"reloaded, it goes on with\n{sample(job)}")
+
+
+def _let_go(job: Job) -> None:
+    """Free what training held, on the device and the host: the model that is reloaded might not fit beside it."""
+    gc.collect()  # a Trainer and its optimizer refer to themselves
+    for tensor in (*job.model.parameters(), *job.model.buffers()):
+        tensor.grad = None
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    close_spare()
+    if job.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def sample(job: Job) -> str:
@@ -160,13 +175,11 @@ def sample(job: Job) -> str:
 
 
 def _with_saved_adapters(job: Job) -> Any:
-    """A new base with the adapters of the checkpoint on it."""
-    import dataclasses
-
+    """A new base, loaded as for the run, with the adapters of the checkpoint on it."""
     from peft import PeftModel
 
-    plain = dataclasses.replace(job.config, adapter="none")
-    base = load_model(plain, load_config(plain, job.tokenizer), job.model.dtype, job.device)
+    dtype, _ = choose_dtype(job.config.dtype, job.device)
+    base = load_base(job.config, load_config(job.config, job.tokenizer), dtype, job.device)
     return PeftModel.from_pretrained(base, str(job.checkpoint))
 
 
