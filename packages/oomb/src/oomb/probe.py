@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +147,7 @@ class _Outline(_Probe):
         layer = layer_index(module)
         self.modules[layer] = module
         self._note(module, layer, q, k, v, mask)
-        return torch.empty_like(q)
+        return torch.zeros_like(q)  # a model with weights may look at values
 
 
 def layer_index(module: nn.Module) -> int:
@@ -362,7 +363,7 @@ def _precision(hidden: Tensor) -> torch.dtype:
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
-    products = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul
+    products: Any = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     return FEWER_DIGITS.get(products.fp32_precision, hidden.dtype) if hidden.dtype == torch.float32 else hidden.dtype
 
 
