@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -145,3 +146,13 @@ def test_the_readme_tree_lists_every_source_file_and_nothing_else():
     assert not files - listed, f"missing from README.md: {sorted(files - listed)}"
     gone = {path for path in listed if not (ROOT / path).exists()}
     assert not gone, f"in README.md but not there: {sorted(gone)}"
+
+
+@pytest.mark.parametrize("extra, package", [("torchao", "torchao"), ("qlora", "bitsandbytes")])
+def test_an_extra_brings_what_transformers_takes(extra, package):
+    """transformers takes an older one for none, after it was installed as it was told to be."""
+    import_utils = pytest.importorskip("transformers.utils.import_utils")
+    least = getattr(import_utils, f"{package.upper()}_MIN_VERSION")
+    lines = metadata("oomb")["optional-dependencies"][extra]
+    [bound] = [line.partition(">=")[2] for line in lines if line.startswith(package)]
+    assert Version(bound) >= Version(least)
