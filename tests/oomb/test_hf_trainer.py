@@ -187,6 +187,8 @@ def test_a_model_that_accelerate_prepared_wants_its_autocast():
         loss = chunked_loss(prepared, ids, config=CHUNKS).detach()
         expected = prepared(input_ids=ids, labels=ids).loss.detach()
     assert float(loss) == pytest.approx(float(expected), rel=2e-2)
+    narrow = accelerator.prepare_model(model(dtype=torch.bfloat16))
+    assert float(chunked_loss(narrow, ids, config=CHUNKS).detach()) == pytest.approx(float(expected), rel=5e-2)
 
 
 def test_bf16_weights_sum_their_gradients_in_float32(tmp_path):

@@ -174,9 +174,13 @@ def refuse_places(parts: Parts) -> None:
 
 
 def refuse_autocast_of_one_call(parts: Parts) -> None:
-    """Raises: ValueError for a model of which accelerate's wrapper, and nothing else, runs in mixed precision"""
+    """Raises: ValueError for a model of which accelerate's wrapper, and nothing else, runs in mixed precision
+
+    Weights of 16 bits are as good without it.
+    """
+    wide = any(p.dtype == torch.float32 for p in parts.causal.parameters())
     wrapped = any(PREPARED in vars(module) for module in parts.given.modules())
-    if wrapped and not torch.is_autocast_enabled(parts.device.type):
+    if wide and wrapped and not torch.is_autocast_enabled(parts.device.type):
         raise ValueError(
             "accelerate prepared the model for mixed precision, which holds in calls of the whole model: chunks call "
             "its parts; call this within `with accelerator.autocast():`"
