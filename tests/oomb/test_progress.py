@@ -8,12 +8,13 @@ import json
 import re
 
 import pytest
+import torch
 from tests.oomb.trainers import CHUNKS, arguments, collate, model, rows
 
 from oomb import OombTrainer
 from oomb.eta import ModelWork
 from oomb.plots import draw_loss, draw_memory
-from oomb.progress import Progress, StepBar, StepRecord, format_bytes
+from oomb.progress import Progress, StepBar, StepRecord, format_bytes, utilization
 
 PNG = b"\x89PNG\r\n\x1a\n"
 RECORD = StepRecord(7, 3.25, 1.5, 0.01, 2.0, 8192.0, 3 << 29, 5 << 29, 0.416)
@@ -126,3 +127,18 @@ def test_pictures(tmp_path):
     draw_loss(tmp_path / "loss.png", records, "loss")
     draw_memory(tmp_path / "memory.png", records, "memory")
     assert all((tmp_path / name).read_bytes()[:8] == PNG for name in ("loss.png", "memory.png"))
+
+
+@pytest.mark.parametrize(
+    "name, tflops",
+    [
+        ("NVIDIA H200", 989), ("NVIDIA GH200 480GB", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121), ("NVIDIA L40", None), ("NVIDIA L40S", 362),
+        ("NVIDIA RTX A1000", None), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("Tesla T4", None),
+    ],
+)  # fmt: skip
+def test_a_device_is_measured_by_its_own_peak_or_not_at_all(name, tflops, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    used = utilization(1e12, 1.0, torch.device("cuda"))
+    assert used is None if tflops is None else used == pytest.approx(1 / tflops)

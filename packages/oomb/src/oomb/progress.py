@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from oomb.step_plan import StepPlan
 # Dense bfloat16 peaks in TFLOP/s, from the makers' data sheets; other devices have no utilization to show.
 PEAK_TFLOPS = {
     "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0, "A10": 125.0,
-    "RTX 4090": 165.0, "RTX 3090": 71.0, "B200": 2250.0,
+    "RTX 4090": 165.0, "RTX 3090": 71.0, "B200": 2250.0, "GH200": 989.0,
 }  # fmt: skip
 
 
@@ -191,8 +192,10 @@ def utilization(flops: float, seconds: float, device: torch.device) -> float | N
     """Share of a device's bfloat16 peak; None where that is not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    peak = next((tflops for known, tflops in PEAK_TFLOPS.items() if known in name), None)
+    name = torch.cuda.get_device_name(device)  # an L40 is no L4, an RTX A1000 no A100
+    if " MIG " in name:  # a part of one
+        return None
+    peak = next((tflops for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
     return None if peak is None else flops / seconds / (peak * 1e12)
 
 
