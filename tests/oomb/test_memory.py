@@ -15,7 +15,7 @@ from tests.oomb.test_exact import tokens
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from oomb import ChunkConfig, chunked_backward, loss, placement
+from oomb import ChunkConfig, chunked_backward, loss, memory, placement
 from oomb.config import AUTO_CHUNK_TOKENS
 from oomb.hf import take_apart
 from oomb.memory import MARGIN, Machine, rooms, working_bytes
@@ -109,6 +109,19 @@ def test_a_share_of_the_device_is_all_there_is(name, monkeypatch):
         monkeypatch.setattr(torch._C, "_cuda_getMemoryFraction", lambda index, share=share: share, raising=False)
         found = Machine.now(torch.device(name))
         assert (found.device_free, found.device_total) == (free * GIB, total * GIB)
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_processes_of_one_host_share_what_is_free_of_it(processes, monkeypatch):
+    """All look at the same moment. Each keeps what it pinned: in the next step they have as much again."""
+    held = 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 64 * GIB - processes * held)
+    monkeypatch.setattr(memory, "spare_bytes", lambda: held)
+    for _step in range(3):
+        found = Machine.now(torch.device("cpu")).host_free
+        assert found == 64 * GIB // processes
+        held = found // 2
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 9])

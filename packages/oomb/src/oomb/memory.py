@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -46,9 +47,11 @@ class Machine:
 
     @staticmethod
     def now(device: torch.device) -> Machine:
-        """What is free at this moment; what this process holds for the next step counts as free."""
-        host = free_host_bytes()
-        host = None if host is None else host + spare_bytes()
+        """What is free at this moment; what this process holds for the next step counts as free. Processes that were
+        started together on one host (torchrun, DDP) share what is free of it.
+        """
+        host, processes = free_host_bytes(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        host = None if host is None else host // max(processes, 1) + spare_bytes()
         if device.type != "cuda":
             return Machine(None, 0, host)
         if device.index is None:  # not all that is asked below takes such a device
