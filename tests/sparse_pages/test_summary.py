@@ -153,6 +153,24 @@ def test_scorer_of_ones_own():
     torch.testing.assert_close(summarized(k, 4, LastKey()).scores(q)[0, 0, 0], want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scorer_may_write_into_what_it_is_handed(dtype):
+    """It is no model's keys and queries, whichever dtype they have."""
+
+    class Writing(LastKey):
+        def page_features(self, keys):
+            return super().page_features(keys.mul_(2))
+
+        def query_features(self, queries):
+            return queries.mul_(3)
+
+    k, q = random(1, 14, 1, 3, dtype=dtype), random(1, 4, 1, 3, seed=1, dtype=dtype)
+    before = k.clone(), q.clone()
+    summary = summarized(k, 4, Writing(), [5])
+    torch.testing.assert_close(summary.scores(q), 6 * summarized(k, 4, LastKey()).scores(q), rtol=1e-5, atol=1e-5)
+    assert torch.equal(k, before[0]) and torch.equal(q, before[1])
+
+
 @pytest.mark.parametrize("page_tokens", [0, -1, 2.0, True, None])
 def test_bad_page_length(page_tokens):
     with pytest.raises(ValueError, match="page_tokens must be an integer"):

@@ -69,6 +69,26 @@ def test_the_same_bits_as_the_plain_code(case, tile):
     assert ids.dtype == torch.int32 and torch.equal(ids, plain)
 
 
+@interpreted
+@pytest.mark.parametrize("width", [1, 3, 33])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_same_bits_for_a_scorer_of_ones_own(dtype, width):
+    """Whatever it returns: sums over heads are no narrower than float32."""
+
+    class Own:
+        def page_features(self, keys):
+            return keys[:, :, 1, :, :width].to(dtype)
+
+        def query_features(self, queries):
+            return queries[..., :width].to(dtype)
+
+    q, k = (torch.randn(1, 22, heads, 40, generator=torch.Generator().manual_seed(heads)) for heads in (6, 2))
+    plain = summarized(k, 4, Own()).scores(q)
+    one, two = with_kernels()
+    with one, two:
+        assert torch.equal(summarized(k, 4, Own()).scores(q), plain)
+
+
 def same(a, b):
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0))
 

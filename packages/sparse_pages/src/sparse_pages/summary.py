@@ -198,7 +198,7 @@ class PageSummary:
             raise ValueError(f"k must be [{B}, C, {G}, {D}] {like.dtype} on {like.device} as before, got {_name(k)}")
 
     def _page_features(self, keys: Tensor) -> Tensor:
-        features = self.scorer.page_features(_wide(keys))
+        features = self.scorer.page_features(self._wide(keys))
         width = None if self._features is None else self._features.shape[3]
         return _checked(features, "page_features", (keys.shape[0], keys.shape[1], keys.shape[3]), width)
 
@@ -206,7 +206,12 @@ class PageSummary:
         """[B, C, H, F]"""
         assert self._features is not None
         width = self._features.shape[3]
-        return _checked(self.scorer.query_features(_wide(q)), "query_features", tuple(q.shape[:3]), width)
+        return _checked(self.scorer.query_features(self._wide(q)), "query_features", tuple(q.shape[:3]), width)
+
+    def _wide(self, x: Tensor) -> Tensor:
+        """What a scorer is handed; others' may write into it, and must not into what attention reads."""
+        ours = type(self.scorer) in (MeanKey, MinMaxKey)
+        return x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32, copy=not ours)
 
     def _add_means(self, keys: Tensor) -> bool:
         """Summarize whole pages [B, N * P, G, D] by one kernel; False where none serves."""
@@ -262,16 +267,12 @@ def _scorer(scorer: object) -> Scorer:
 
 
 def _checked(features: Tensor, name: str, lead: tuple[int, ...], width: int | None) -> Tensor:
-    """What a scorer returned, if it has the shape [*lead, width]."""
+    """What a scorer returned, if it has the shape [*lead, width]; float32, or float64 if it was."""
     wanted = f"[{', '.join(map(str, lead))}, {'F' if width is None else width}]"
     good = isinstance(features, Tensor) and features.is_floating_point() and features.dim() == 4
     if not good or features.shape[:3] != lead or features.shape[3] != (width or features.shape[3] or 1):
         raise ValueError(f"the scorer's {name} must return a floating-point tensor {wanted}, got {_name(features)}")
-    return features
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return features if features.dtype == torch.float64 else features.float()
 
 
 def _name(x: object) -> str:
