@@ -17,7 +17,7 @@ from tests.oomb.test_exact import tokens
 from tests.simulator import poison
 
 from offload.lanes import InlineLanes
-from oomb import ChunkConfig, chunked_backward, chunked_loss, selection
+from oomb import ChunkConfig, api, chunked_backward, chunked_loss, memory, selection
 from oomb import step as step_module
 from oomb.cli.main import main
 from oomb.storage import TieredPast
@@ -192,6 +192,24 @@ def test_where_selections_live_and_how_pages_are_scored():
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("more", [{}, {"scorer": "minmax", "first_sparse_layer": 1}, {"select_per_head": True}])
+def test_the_plan_counts_what_is_kept_of_a_selection(name, dtype, more, monkeypatch):
+    made = []
+    plain = api.Selection
+    monkeypatch.setattr(api, "Selection", lambda *args: made.append(plain(*args)) or made[-1])
+    model, config = build(configs()[name], dtype=dtype), sparse(8, top_k=3, recent=2, **more)
+    with torch.no_grad():
+        chunked_loss(model, tokens(2, 43), config=config)
+    (kept,) = made
+    profile = api._profile(api.take_apart(model), 43)
+    lists = sum(ids.nbytes for ids, _ in kept.kept.values())
+    features = [s._features[:, : s.pages] for s in kept.summaries.values()]
+    assert memory._selection_bytes(config, profile, 2, 43) == kept.device_bytes
+    assert kept.device_bytes == lists + sum(-(-43 // 4) * x[:, 0].nbytes for x in features)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss"])
 def test_padding_chooses_nothing(name):
     """A padded row gets the loss and gradient that it gets alone, whatever stands in its padding."""
     model, ids = build(configs()[name]), tokens(2, 43)
@@ -288,12 +306,15 @@ def test_windowed_layers_choose_nothing_and_fetch_their_window_only(monkeypatch)
         assert all(first >= max(start - 8, 0) // 4 for start, first in firsts[layer])
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("kind", ["qwen2", "gpt_oss"])
-def test_the_command_line(kind, tmp_path, capsys):
+def test_the_command_line(kind, device, tmp_path, capsys):
+    """Sizes that the kernels take."""
+    pytest.importorskip("datasets", reason="oomb train reads its data through datasets")
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
     config = configs()[kind]
-    config.vocab_size = len(tokenizer)
+    config.vocab_size, config.head_dim, config.hidden_size = len(tokenizer), 64, 128
     build(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(300)))
     paths = [
@@ -304,9 +325,9 @@ def test_the_command_line(kind, tmp_path, capsys):
         "--output",
         str(tmp_path / "out"),
     ]
-    sizes = ["--context", "256", "--chunk-tokens", "64", "--page-tokens", "16", "--steps", "2", "--device", "cpu"]
-    budget = ["--attention", "sparse", "--top-k-pages", "2", "--recent-pages", "2", "--scorer", "minmax"]
-    budget += ["--gpu-selection-budget-bytes", "1KB", "--gpu-kv-budget-bytes", "50KB", "--segment-tokens", "64"]
+    sizes = ["--context", "512", "--chunk-tokens", "128", "--page-tokens", "64", "--steps", "2", "--device", device]
+    budget = ["--attention", "sparse", "--top-k-pages", "1", "--recent-pages", "2", "--scorer", "minmax"]
+    budget += ["--gpu-selection-budget-bytes", "1KB", "--gpu-kv-budget-bytes", "1MB", "--segment-tokens", "128"]
     code = main(["train", *paths, *sizes, *budget, "--generate-tokens", "0"])
     assert code == 0, capsys.readouterr().err
     settings = (tmp_path / "out" / "settings.yaml").read_text()

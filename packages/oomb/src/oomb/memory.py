@@ -20,6 +20,7 @@ from .kernels import plain_bytes, why_plain
 from .layers import Stack
 from .loss import TILE_LOGITS, TRITON
 from .probe import Profile
+from .selection import chooses, id_dtype, summary_bytes
 
 MARGIN = 0.03  # of the device's memory, or FRAGMENTS: what libraries take for themselves, and what lies between tensors
 FRAGMENTS = 3 << 29  # a 7B layer's are half a GiB each, on a small device too; but no more than a sixteenth of it
@@ -167,12 +168,11 @@ def _head_bytes(parts: Parts, train: bool, itemsize: int) -> int:
 
 def _selection_bytes(config: ChunkConfig, profile: Profile, batch: int, length: int) -> int:
     """Page summaries and chosen pages of all sparse layers (selection.py)."""
-    if config.attention != "sparse":
-        return 0
-    sparse = [f for i, f in profile.layers.items() if i >= config.first_sparse_layer and f.window is None]
+    sparse = [f for i, f in profile.layers.items() if chooses(config, i, f)]
     pages = -(-length // config.page_tokens)
-    summaries = sum(4 * f.kv_heads * f.head_dim for f in sparse)
-    lists = sum(2 * config.top_k_pages * (f.kv_heads if config.select_per_head else 1) for f in sparse)
+    summaries = sum(summary_bytes(config, f) for f in sparse)
+    read = (config.top_k_pages + config.recent_pages + config.sink_pages) * id_dtype(pages).itemsize
+    lists = sum(read * (f.kv_heads if config.select_per_head else 1) for f in sparse)
     budget = config.gpu_selection_budget_bytes
     taken = batch * pages * (summaries + lists)
     return taken if budget is None else min(taken, budget)

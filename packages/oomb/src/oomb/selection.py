@@ -18,6 +18,22 @@ _SHORT = 2**15  # page ids below it are kept in two bytes
 _NEVER = 2**31 - 1
 
 
+def chooses(config: ChunkConfig, layer: int, facts: LayerFacts) -> bool:
+    """Windowed layers read their window's pages and choose nothing."""
+    return config.attention == "sparse" and layer >= config.first_sparse_layer and facts.window is None
+
+
+def summary_bytes(config: ChunkConfig, facts: LayerFacts) -> int:
+    """Of one page in one layer; what a scorer of one's own keeps is taken to be as wide as a key."""
+    width = 2 if config.scorer == "minmax" else 1
+    return width * max(facts.dtype.itemsize, 4) * facts.kv_heads * facts.head_dim
+
+
+def id_dtype(pages: int) -> torch.dtype:
+    """What ids of so many pages are kept in."""
+    return torch.int16 if pages <= _SHORT else torch.int32
+
+
 @dataclass
 class Selection:
     """The summaries and selections of one loss.
@@ -38,10 +54,7 @@ class Selection:
     device_bytes: int = 0
 
     def is_sparse(self, layer: int) -> bool:
-        """Windowed layers read their window's pages and choose nothing."""
-        if self.config.attention != "sparse" or layer < self.config.first_sparse_layer:
-            return False
-        return self.layers[layer].window is None
+        return chooses(self.config, layer, self.layers[layer])
 
     def begin_walk(self, index: int, last: int) -> None:
         """Drop what no chunk up to `index` will ask for."""
@@ -84,10 +97,8 @@ class Selection:
     def _summary(self, layer: int, batch: int) -> PageSummary:
         if layer not in self.summaries:
             budget = self.config.gpu_selection_budget_bytes
-            widths = {"mean": 1, "minmax": 2}  # features for each of a key's
-            width = widths.get(self.config.scorer, 1) if isinstance(self.config.scorer, str) else 1
             chosen = [facts for number, facts in self.layers.items() if self.is_sparse(number)]
-            size = sum(4 * width * batch * self.pages * facts.kv_heads * facts.head_dim for facts in chosen)
+            size = batch * self.pages * sum(summary_bytes(self.config, facts) for facts in chosen)
             on_host = budget is not None and size > budget
             if not self.summaries and not on_host:
                 self.device_bytes += size
@@ -96,7 +107,7 @@ class Selection:
 
     def _put_away(self, ids: Tensor) -> Tensor:
         """As few bytes as hold the ids, on the host once the budget is spent."""
-        small = ids.to(torch.int16) if self.pages <= _SHORT else ids
+        small = ids.to(id_dtype(self.pages))
         budget = self.config.gpu_selection_budget_bytes
         if budget is None or self.device_bytes + small.nbytes <= budget:
             self.device_bytes += small.nbytes
