@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 from step import GIB, SYSTEMS, build, measure, ours, page_bytes, use_liger
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, PretrainedConfig
 
 from oomb.host import HostLease
 from oomb.selection import Selection
@@ -88,7 +88,10 @@ ROWS = {
     "host-256k": Row(262144, SPARSE | CACHED, 50, on_host=True, pin_gib=90),
     "128k": Row(131072, SPARSE, 19),
     "512k": Row(
-        524288, SPARSE | HALF | {"gpu_kv_budget_bytes": 60 * GIB, "gpu_keep_budget_bytes": 34 * GIB}, 85, pin_gib=100,
+        524288,
+        SPARSE | HALF | {"gpu_kv_budget_bytes": 60 * GIB, "gpu_keep_budget_bytes": 34 * GIB}
+        | {"host_budget_bytes": 100 * GIB},
+        85, pin_gib=100,
     ),
     "1m": Row(
         1048576,
@@ -101,9 +104,10 @@ ROWS = {
     "segments-32k": Row(131072, SMALL_CACHE | {"segment_tokens": 32768}, 3, pin_gib=8, **FOUR),
     "segments-128k": Row(131072, SMALL_CACHE | {"segment_tokens": 131072}, 3, pin_gib=8, **FOUR),
     "segments-none": Row(131072, SMALL_CACHE | {"gpu_kv_budget_bytes": 8 * GIB}, 3, pin_gib=8, **FOUR),
-    "gpt-oss-64k": Row(65536, SPARSE, 14, "gpt-oss", 24, pin_gib=20),
+    "gpt-oss-64k": Row(65536, SPARSE, 14, "gpt-oss", 24),
     "gpt-oss-256k": Row(
-        262144, SPARSE | {"gpu_kv_budget_bytes": 20 * GIB}, 60, "gpt-oss", 24, on_host=True, pin_gib=70,
+        262144, SPARSE | {"gpu_kv_budget_bytes": 20 * GIB, "gpu_keep_budget_bytes": 24 * GIB}, 60, "gpt-oss", 24,
+        pin_gib=70,
     ),
 }  # fmt: skip
 
@@ -111,7 +115,9 @@ ROWS = {
 def build_gpt_oss(layers: int):
     """GPT-OSS-20B's shapes: every second layer sees a window of 128, sinks, 32 experts of which each token takes 4."""
     torch.manual_seed(0)
-    config = GptOssConfig(num_hidden_layers=layers, max_position_embeddings=1 << 20, use_cache=False)
+    config = GptOssConfig(  # the library's own default is 128 experts
+        num_hidden_layers=layers, num_local_experts=32, max_position_embeddings=1 << 20, use_cache=False
+    )
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -122,9 +128,14 @@ def build_gpt_oss(layers: int):
 MODELS = {"7b": build, "gpt-oss": build_gpt_oss}
 
 
+def choosing_layers(config: PretrainedConfig) -> int:
+    """Those without a window."""
+    return config.layer_types.count("full_attention")
+
+
 @contextmanager
 def watched_lists(layers: int) -> Iterator[deque[Tensor]]:
-    """The lists that were chosen last: those of the last chunk."""
+    """The lists that so many layers chose last: those of the last chunk."""
     lists: deque[Tensor] = deque(maxlen=layers)
     put_away = Selection._put_away
 
@@ -157,7 +168,7 @@ class Runs:
                 SYSTEMS[name] = ours(**row.config | half)
                 measure(name, self.model, 32768)
             SYSTEMS[name] = ours(**row.config)
-        with watched_lists(row.layers) as lists:
+        with watched_lists(choosing_layers(self.model.config)) as lists:
             result = measure(system, self.model, row.tokens)
         result |= {"system": name, "model": row.model, "layers": row.layers}
         result["config"] = {key: str(value) for key, value in (row.config or {}).items()}

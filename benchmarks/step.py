@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
 from offload import PinnedArena
 from oomb import ChunkConfig, chunked_backward
@@ -100,10 +100,11 @@ def ours(**config) -> Callable:
     return step
 
 
-def page_bytes(config: Qwen2Config) -> int:
-    """Keys, values and their gradients. Units: bytes a token"""
-    head_dim = config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * (2 + 4)
+def page_bytes(config: PretrainedConfig) -> int:
+    """Keys, values and their gradients, of the layers that see all tokens. Units: bytes a token"""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = config.layer_types[: config.num_hidden_layers].count("full_attention")
+    return 2 * layers * config.num_key_value_heads * head_dim * (2 + 4)
 
 
 def pages_on_host(model, ids: torch.Tensor) -> float:

@@ -1,20 +1,25 @@
-"""The studies of quality run on a CPU at small sizes, and what they measure is what they say."""
+"""The studies of quality run on a CPU at small sizes and measure what they say; the long steps fit the GPU."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+from unittest import mock
 
 import pytest
 import torch
 from benchmarks import peak, recall, sparse_quality
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.models import build, configs
 
+from oomb import ChunkConfig, chunked_backward, plan
 from oomb.checkpoint import save_checkpoint
 from oomb.hf import attention_installed
 from oomb.tiny import byte_tokenizer, tiny_model
 
+GIB = 2**30
 TEXT = torch.arange(4096, dtype=torch.uint8) % recall.TEXT
 
 
@@ -121,3 +126,39 @@ def test_what_is_alive_at_the_peak_of_a_trace():
     ]  # fmt: skip
     bytes_, held = peak.fullest(trace)
     assert bytes_ == 95 and sorted(held.values()) == [35, 60]
+
+
+@pytest.fixture
+def sparse_step(monkeypatch):
+    """The script, which finds its neighbours as a script does."""
+    monkeypatch.syspath_prepend("benchmarks")
+    return importlib.import_module("sparse_step")
+
+
+def test_every_sparse_step_is_its_models_and_has_room(sparse_step):
+    """By the plan of an H200; and what a row takes of the host is pinned before its clock starts."""
+    billions = {("7b", 28): 7.6, ("gpt-oss", 24): 20.9}
+    for name, row in sparse_step.ROWS.items():
+        if row.config is None:
+            continue
+        with mock.patch.object(sparse_step.AutoModelForCausalLM, "from_config") as built:
+            sparse_step.MODELS[row.model](row.layers)
+        found = plan(
+            built.call_args[0][0], row.tokens, config=ChunkConfig(**row.config), gpu_bytes=139 * GIB,
+            host_bytes=124 * GIB,
+        )  # fmt: skip
+        assert found.obstacle is None and found.plain is None, (name, found.obstacle, found.plain)
+        if (row.model, row.layers) in billions:
+            assert found.gpu["weights"] / 2e9 == pytest.approx(billions[row.model, row.layers], abs=0.05)
+        assert sum(found.host.values()) <= row.pin_gib * GIB <= 112 * GIB, name
+
+
+def test_pages_read_are_those_of_the_last_chunk(sparse_step):
+    """Of the layers that choose, whatever lies between them."""
+    model = build(configs()["gpt_oss"], dtype=torch.float32)
+    config = ChunkConfig(chunk_tokens=16, page_tokens=4, attention="sparse", top_k_pages=2, recent_pages=1)
+    layers = sparse_step.choosing_layers(model.config)
+    with sparse_step.watched_lists(layers) as lists:
+        chunked_backward(model, torch.randint(0, 61, (1, 64)), config=config)
+    assert 0 < layers < model.config.num_hidden_layers and len(lists) == layers
+    assert all(ids[..., 0, :].max() == 48 // 4 for ids in lists)  # the first block of the last chunk reads its own page
