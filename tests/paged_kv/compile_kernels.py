@@ -85,12 +85,13 @@ def constants_of(kernel, dim, dtype, flags, capability):
 
 
 def window_constants(kernel, shape, flags, tile):
-    """As triton_window_launch makes them. `flags` start with the window; whole: a tile has several heads."""
+    """As triton_window_launch makes them. `flags` start with the window; whole: a tile has several heads; uneven: of
+    several lengths; first: there is no past, or none that takes gradients."""
     shape |= {"REPEAT": 8 if "whole" in flags else 7, "WINDOW": int(flags[0]), "STAGES": tile.stages}
-    shape |= {"DOCUMENTS": "documents" in flags, "UNIFORM": True}
+    shape |= {"DOCUMENTS": "documents" in flags, "UNIFORM": "uneven" not in flags}
     heads = triton_window_launch.heads_of(tile, shape["REPEAT"], triton_window_launch.DKDV_HEADS)
     if kernel == "window dkdv":
-        shape |= heads | {"BLOCK_N": tile.keys, "PAST": True, "ATOMIC": "atomic" in flags}
+        shape |= heads | {"BLOCK_N": tile.keys, "PAST": "first" not in flags, "ATOMIC": "atomic" in flags}
         return shape, tile.warps, tile.stages
     shape |= {"SINKS": "sinks" in flags} if kernel == "window fwd" else {"TOGETHER": heads["SHARE"]}
     return shape | triton_window_launch.tiling_of(shape["WINDOW"], tile, shape["REPEAT"]), tile.warps, tile.stages

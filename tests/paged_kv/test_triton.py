@@ -2,6 +2,8 @@
 
 import itertools
 from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -89,6 +91,19 @@ def test_equals_dense_attention(case, tiles, accumulate):
     with with_tiles(tiles), poisoned():
         ours = case.run(triton_attention, accumulate=accumulate)
     case.check(ours)
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-40, -1e-38, 1e-30])
+def test_a_scale_of_zero_or_nearly(scale, window):
+    """Every score is zero, those of hidden keys are not; where one key is seen LSE is zero, not about that."""
+    case = Case(lengths=(70,), tokens=5, heads=2, groups=1, scale=scale, window=window)
+    with with_tiles("plain"):
+        ours = case.run(triton_attention)
+    if abs(scale) < 1e-30:
+        case.scale = 0.0
+        case.check(ours)
+    assert all(x.isfinite().all() for x in ours)
 
 
 @pytest.mark.parametrize("dim", triton_attention.HEAD_DIMS)
@@ -424,6 +439,41 @@ def test_a_window_reads_memory_that_starts_anywhere():
         setattr(case, name, torch.cat((x.new_full((1,), torch.nan), x.flatten()))[1:].view(x.shape))
     for a, b in zip(plain, case.run(triton_attention)):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 64}, {"selected": torch.zeros(1, 1, 1, 1, dtype=torch.int32)}])
+def test_a_dimension_of_one_may_have_any_stride(options):
+    """Such a tensor is contiguous, whatever the stride says: one sequence of a batch that is laid out oddly."""
+    case = Case(tokens=20, heads=4, groups=2, lengths=(70,), window=options.get("window"))
+    geometry = replace(case.geometry, selected=options.get("selected"))
+    with mock.patch.object(Case, "geometry", geometry):
+        plain = case.run(triton_attention)
+        for name in ("q", "k", "v", "dout"):
+            x = getattr(case, name)
+            odd = x.new_empty(3 * x.numel()).as_strided(x.shape, (x.numel() + 3, *x.stride()[1:])).copy_(x)
+            assert odd.is_contiguous()
+            setattr(case, name, odd)
+        for a, b in zip(plain, case.run(triton_attention)):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("window", [None, 64, 150])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_documents_that_start_beyond_every_position(backend, window, dtype):
+    """The largest number hides everything, the smallest nothing; neither it nor a sum with it wraps around."""
+    case = Case(tokens=12, lengths=(200,), heads=2, groups=1)
+    starts = torch.zeros(1, case.tokens, dtype=dtype)
+    starts[:, 4:8], starts[:, 8:] = torch.iinfo(dtype).max, torch.iinfo(dtype).min
+    segments = lambda layer, phase, first: case.segments(first_page=first)  # noqa: E731
+    past = SimpleNamespace(page_tokens=case.page, lengths=case.lengths, segments=segments)
+    options = {"scale": case.scale, "window": window, "backend": backend}
+    with with_tiles("plain"):
+        out = paged_attention(case.q, case.k, case.v, past, 0, documents=starts, **options)
+        plain = paged_attention(case.q, case.k, case.v, past, 0, **options)
+    assert not out[:, 4:8].any()
+    torch.testing.assert_close(out[:, :4], plain[:, :4])
+    torch.testing.assert_close(out[:, 8:], plain[:, 8:])
 
 
 def test_the_public_call_reaches_the_backend():

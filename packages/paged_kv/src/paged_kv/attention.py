@@ -206,7 +206,8 @@ def _check_documents(documents: Tensor | None, q: Tensor) -> Tensor | None:
         )
     if documents.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"paged_attention: expected documents of int32 or int64, got {documents.dtype}")
-    return documents.to(torch.int32).contiguous()  # positions fit; backends read one dtype
+    # Backends read one dtype, and add to what they read: beyond every position says the same, and nothing overflows.
+    return documents.clamp(0, 2**31 - 2**10).to(torch.int32).contiguous()
 
 
 def _check_selected(

@@ -32,15 +32,17 @@ class Problem:
     q: Tensor
     k: Tensor
     v: Tensor
-    geometry: Geometry  # with a scale >= 0: its sign is in q
-    sign: float
+    geometry: Geometry  # with a scale above zero: its sign is in q
+    sign: float  # 0, where q is zero too, for a scale of zero
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Problem:
         if geometry.window is not None and geometry.window >= max(geometry.lengths) + q.shape[1]:
             geometry = replace(geometry, window=None)  # it hides nothing, and sums with it could overflow
         sign = math.copysign(1.0, geometry.scale)
-        if sign < 0.0:  # the kernels take the largest product for the largest score
+        if abs(geometry.scale) < torch.finfo(torch.float32).tiny:  # times it, a hidden score of -inf would be NaN
+            q, sign, geometry = torch.zeros_like(q), 0.0, replace(geometry, scale=1.0)
+        elif sign < 0.0:  # the kernels take the largest product for the largest score
             q, geometry = -q, replace(geometry, scale=-geometry.scale)
         return Problem(q.contiguous(), k.contiguous(), v.contiguous(), geometry, sign)
 

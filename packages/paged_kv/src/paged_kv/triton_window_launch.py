@@ -58,7 +58,7 @@ def window_forward(p: Problem, segment: Segment | None, out: Tensor, lse: Tensor
     _window_fwd_kernel[triton.cdiv(p.tokens, tiling["QUERIES"]) * p.groups, p.batch](
         _boxes(p.q, tiling), p.k, p.v, keys.k, keys.v, keys.slots, keys.lengths, keys.documents,
         lse if sinks is None else sinks, _boxes(out, tiling), lse,
-        p.length or 0, p.tokens, keys.columns, keys.first, _above_zero(p),
+        p.length or 0, p.tokens, keys.columns, keys.first, p.geometry.scale * _LOG2E,
         SINKS=sinks is not None, **_constants(p, tile, tiling),
     )  # fmt: skip
 
@@ -79,7 +79,7 @@ def window_dq(p: Problem, segment: Segment | None, dout: Tensor, out: Tensor, ls
     boxes = [_boxes(x, tiling) for x in (p.q, dout, out, dq)]
     _window_dq_kernel[triton.cdiv(padded, tiling["QUERIES"]) * p.groups, p.batch](
         *boxes, lse, p.k, p.v, keys.k, keys.v, keys.slots, keys.lengths, keys.documents, row_lse, delta,
-        p.length or 0, p.tokens, padded, keys.columns, keys.first, p.sign * p.geometry.scale, _above_zero(p),
+        p.length or 0, p.tokens, padded, keys.columns, keys.first, p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
         TOGETHER=together, **_constants(p, tile, tiling),
     )  # fmt: skip
     return Rows(p.q, dout, row_lse, delta)
@@ -110,10 +110,12 @@ def window_dkdv(p: Problem, rows: Rows, segment: Segment | None, dk: Tensor, dv:
 
 
 def _boxes(x: Tensor, rows: dict[str, Any]) -> TensorDescriptor:
-    """Boxes of neighbouring queries and heads in [B, C, H, D]."""
+    """Boxes of neighbouring queries and heads in [B, C, H, D], contiguous."""
     if x.data_ptr() % 16:
         x = x.clone()
-    return TensorDescriptor.from_tensor(x, [1, rows["QUERIES"], rows["SHARE"], triton.next_power_of_2(x.shape[3])])
+    _, tokens, heads, dim = x.shape
+    strides = [tokens * heads * dim, heads * dim, dim, 1]  # a dimension of one may have any stride, which boxes refuse
+    return TensorDescriptor(x, x.shape, strides, [1, rows["QUERIES"], rows["SHARE"], triton.next_power_of_2(dim)])
 
 
 def _constants(p: Problem, tile: Tile, rows: dict[str, Any]) -> dict[str, Any]:
@@ -141,11 +143,6 @@ def registers_of(tile: Tile, rows: dict[str, Any]) -> dict[str, int]:
     """
     threads = 32 * tile.warps * tile.per_sm
     return {"maxnreg": 65536 // threads // 8 * 8} if threads > 256 and rows["QUERIES"] <= tile.keys else {}
-
-
-def _above_zero(p: Problem) -> float:
-    """The scale in base 2, times which a score of -inf stays one."""
-    return max(p.geometry.scale * _LOG2E, 1e-30)
 
 
 def heads_of(tile: Tile, repeat: int, heads: int) -> dict[str, Any]:
