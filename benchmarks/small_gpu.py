@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from oomb import ChunkConfig, chunked_backward, plan
 from oomb.calibration import calibrate
 from oomb.host import HostLease
-from oomb.planner import StepPlan
+from oomb.step_plan import StepPlan
 
 GIB = 2**30
 RANK = 16
