@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .choices import Choices
 from .held import Touched
 from .hf import ASKING, MaskSpec, Parts, Unsupported, attention_installed
 from .layers import Stack, layer_stack
@@ -32,6 +33,7 @@ from .unlaunched import unlaunched
 
 PROBE_TOKENS = 24
 PROBE_CHUNK = 7
+WHOLE = "the decoder"
 OUTLINED = 2**20  # tokens over which a plan asks a mask: windows are shorter, and each costs
 # how far the model's own attention may be from ours on the whole probe, by the precision of the hidden states
 NOISE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
@@ -183,12 +185,18 @@ def probe(parts: Parts, length: int) -> Profile:
     ids = torch.randint(size, (1, tokens), generator=generator, device="cpu").to(parts.device)
     name, touched = type(parts.causal).__name__, Touched(parts.causal)
     with evaluating(parts.given), HeldRope(parts.decoder, tokens - 1).installed():
-        own = _own_run(parts, ids)
+        choices = Choices(tokens)
+        with choices.noted(WHOLE):
+            own = _own_run(parts, ids)
         touched.after_one()
+
+        def run(chunk: int) -> tuple[Tensor, _Probe]:
+            return _chunked_run(parts, ids, chunk, length, choices, NOISE[_precision(own.hidden)])
+
         with attention_installed(parts.causal, ASKING):
-            whole, one = _chunked_run(parts, ids, tokens, length)
-            stack = layer_stack(parts.decoder, one.modules, lambda: _chunked_run(parts, ids, tokens, length))
-            chunked, many = _chunked_run(parts, ids, PROBE_CHUNK, length)
+            whole, one = run(tokens)
+            stack = layer_stack(parts.decoder, one.modules, lambda: run(tokens))
+            chunked, many = run(PROBE_CHUNK)
         logits = Head(parts, own.output_type)(own.hidden.flatten(0, 1))
     if not bool(torch.isfinite(own.hidden).all()):
         raise ValueError(f"{name}: its hidden states are not finite; do its weights hold NaN or inf?")
@@ -325,14 +333,17 @@ def _check_loss(name: str, own: _OwnRun, ids: Tensor, router: Router | None, kin
         )
 
 
-def _chunked_run(parts: Parts, ids: Tensor, chunk: int, length: int) -> tuple[Tensor, _Probe]:
+def _chunked_run(
+    parts: Parts, ids: Tensor, chunk: int, length: int, choices: Choices, tolerance: float
+) -> tuple[Tensor, _Probe]:
     context = _Probe(ids.shape[1], length=length)
     hidden = []
     for start in range(0, ids.shape[1], chunk):
         part = ids[:, start : start + chunk]
         positions = torch.arange(start, start + part.shape[1], device=ids.device)[None]
         try:
-            output = parts.decoder(input_ids=part, position_ids=positions, use_cache=False, oomb=context)
+            with choices.held(WHOLE, start, start + part.shape[1], tolerance):
+                output = parts.decoder(input_ids=part, position_ids=positions, use_cache=False, oomb=context)
         except Unsupported:
             raise
         except Exception as error:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from .api import chunked_backward
+from .choices import Choices
 from .config import ChunkConfig
 from .hf import Parts, take_apart
 from .memory import Machine, layer_bytes
-from .probe import PROBE_TOKENS, Profile, outline
+from .probe import NOISE, Profile, probe
 
 MOST_TOKENS = 2**16
 ALLOWED = 2.0  # times the whole run's own distance from the wider one
@@ -92,7 +93,8 @@ def verify(
     """Compare a model's chunked gradient with that of its own forward pass over the whole sequence.
 
     Both are held against a copy of the model in the next wider precision: the chunked one may be twice as far from it
-    as the whole one is. Runs in evaluation mode (no dropout); `.grad` and modes are as before afterwards.
+    as the whole one is. Each token takes the experts that it took there, where scores are close enough for rounding to
+    decide. Runs in evaluation mode (no dropout); `.grad` and modes are as before afterwards.
 
     Shapes: input_ids [1, T]; default: `tokens` random ones
     config: as for training; sparse attention is verified as dense (it is an approximation by design), and a chunk
@@ -102,23 +104,23 @@ def verify(
     """
     parts = take_apart(model)
     length = tokens if input_ids is None else input_ids.shape[1]
-    check_room(parts, outline(parts, min(length, PROBE_TOKENS)), length, parts.device, loaded=True)
+    profile = probe(parts, length)
+    check_room(parts, profile, length, parts.device, loaded=True)
     if input_ids is None:
         size = min(parts.vocab_size, parts.label_size)
         input_ids = torch.randint(size, (1, tokens), generator=torch.Generator().manual_seed(0), device="cpu")
     ids = input_ids.to(parts.device)
     config = _short(config or ChunkConfig(), ids.shape[1], parts.device)
-    cast = torch.autocast(parts.device.type, autocast, enabled=autocast is not None)
-    with _undisturbed(model):
-        with cast:
-            loss_chunked = float(chunked_backward(model, ids, config=config))
-        chunked = _taken(model)
-        with cast:
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        whole = _taken(model)
-        reference, name = _reference(model, ids, whole)
     dtype = autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())
+    cast = torch.autocast(parts.device.type, autocast, enabled=autocast is not None)
+    choices, names = Choices(ids.shape[1]), profile.stack.names if profile.stack else ()
+    with _undisturbed(model):
+        name, reference = _reference(model, ids, cast, choices, names)
+        with choices.layers_held(_layers(parts, names), NOISE[dtype]):
+            with cast:
+                loss_chunked = float(chunked_backward(model, ids, config=config))
+            chunked = _taken(model)
+            loss, whole = _whole(model, ids, cast)
     total, parameters = _compare(chunked, whole, reference, FLOOR[dtype])
     shown = f"{dtype}".removeprefix("torch.") + (" autocast" if autocast else "")
     chunk = config.chunk_length(parts.device)
@@ -129,7 +131,7 @@ def verify(
         ids.shape[1],
         chunk,
         loss_chunked,
-        float(loss.detach()),
+        loss,
         total,
         parameters,
     )
@@ -185,19 +187,37 @@ def _short(config: ChunkConfig, tokens: int, device: torch.device) -> ChunkConfi
     return replace(config, chunk_tokens=max(tokens // 4, 1), page_tokens=min(config.page_tokens, 64))
 
 
-def _reference(model: nn.Module, ids: Tensor, whole: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """Gradients of a copy in wider precision; quantized weights have none, there the whole run is the reference."""
+def _layers(parts: Parts, names: tuple[str, ...]) -> dict[str, nn.Module]:
+    return {name: parts.decoder.get_submodule(name) for name in names}
+
+
+def _whole(model: nn.Module, ids: Tensor, cast: AbstractContextManager) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the model's own forward pass over everything."""
+    with cast:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return float(loss.detach()), _taken(model)
+
+
+def _reference(
+    model: nn.Module, ids: Tensor, cast: AbstractContextManager, choices: Choices, names: tuple[str, ...]
+) -> tuple[str, dict[str, Tensor]]:
+    """Gradients of a copy in wider precision, and what its layers chose.
+
+    Quantized weights have no such copy: there the whole run is the reference.
+    """
     if getattr(take_apart(model).causal, "is_quantized", False):
-        return whole, "the whole run"
+        with choices.layers_noted(_layers(take_apart(model), names)):
+            return "the whole run", _whole(model, ids, cast)[1]
     wide = _wider({p.dtype for p in model.parameters()})
     twin: Any = copy.deepcopy(model).to(wide)
     if hasattr(twin, "set_experts_implementation"):
         twin.set_experts_implementation("eager")  # the grouped kernels know no float64
-    twin(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    return _taken(twin), f"{wide}".removeprefix("torch.")
+    with choices.layers_noted(_layers(take_apart(twin), names)):
+        return f"{wide}".removeprefix("torch."), _whole(twin, ids, nullcontext())[1]
 
 
-@contextlib.contextmanager
+@contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     grads = [(p, p.grad) for p in model.parameters()]
