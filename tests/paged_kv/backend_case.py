@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 from tests.numerics import relative
@@ -11,8 +13,14 @@ from torch import Tensor
 
 from paged_kv import Segment
 from paged_kv.past import Geometry
+from paged_kv.triton_problem import Problem
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "past dk", "past dv")
+
+
+def without_boxes() -> AbstractContextManager:
+    """Launches as on a chip that fetches no boxes."""
+    return mock.patch.object(Problem, "boxes", False)
 
 
 @dataclass

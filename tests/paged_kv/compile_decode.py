@@ -58,7 +58,7 @@ def compile_one(arch, name, tile=None):
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return {
         "arch": arch, "name": name, "shared": compiled.metadata.shared, "mma": "mma" in compiled.asm["ptx"],
-        "asynchronous": "cp.async" in compiled.asm["ptx"], **resources(compiled.asm["cubin"]),
+        "asynchronous": "cp.async" in compiled.asm["ptx"], **resources(compiled.asm),
     }  # fmt: skip
 
 

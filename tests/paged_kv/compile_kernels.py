@@ -42,6 +42,8 @@ def describe(name, dtype, flags, constants):
     """The type of one argument of a launch."""
     dim = constants.get("DIM")
     in_window = "UNIFORM" in constants
+    if constants.get("POINTERS") and name in (*KEYS, "q_rows", "dout_rows"):
+        return f"*{dtype}"
     if name in KEYS:
         return f"*{dtype}" if in_window else f"tensordesc<{dtype}[1, 1, {constants['BLOCK_N']}, {dim}]>"
     if name in ("q_rows", "dout_rows", "out_rows", "dq_rows"):
@@ -75,6 +77,7 @@ def constants_of(kernel, dim, dtype, flags, capability):
     values = shape | {
         "PAGE": 128, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "WINDOW": "window" in flags,
         "DOCUMENTS": "documents" in flags, "OWN": True, "STAGES": tile.stages,
+        "POINTERS": capability[0] < 9,
     }  # fmt: skip
     if kernel == "dkdv":
         return values | {"PAST": True, "ATOMIC": "atomic" in flags}, tile.warps, tile.stages
@@ -110,23 +113,24 @@ def compile_one(arch, name):
         tile = tile_for(kernel, constants["DIM"], DTYPES[dtype], divmod(arch, 10))
         options |= triton_window_launch.registers_of(tile, constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    usage = resources(compiled.asm["cubin"])
     return {
         "arch": arch, "name": name, "shared": compiled.metadata.shared, "wgmma": "wgmma" in compiled.asm["ptx"],
-        "tma": "cp.async.bulk.tensor" in compiled.asm["ptx"], **usage,
+        "tma": "cp.async.bulk.tensor" in compiled.asm["ptx"], **resources(compiled.asm),
     }  # fmt: skip
 
 
-def resources(cubin):
-    """Registers and stack of a program, as the toolkit that comes with Triton reads them."""
+def resources(asm):
+    """Registers and stack of a program, as the toolkit that comes with Triton reads them, and how many loads of global
+    memory fetch a single number of 16 bits: of neighbours eight could come at once."""
+    narrow = len(re.findall(r"ld\.global[.\w:]*\.b16 ", asm["ptx"]))
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel.cubin")
         with open(path, "wb") as file:
-            file.write(cubin)
+            file.write(asm["cubin"])
         text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text).groups()
-    return {"registers": int(registers), "stack": int(stack) + int(local)}
+    return {"registers": int(registers), "stack": int(stack) + int(local), "narrow": narrow}
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ DATA = ("q_ptr", "out_ptr", "dq_ptr")
 def describe(name, dtype, constants):
     """The type of one argument of a launch."""
     dim = constants.get("DIM")
+    if constants.get("POINTERS") and name in ("k_own", "v_own", "k_pages", "v_pages", "q_rows", "dout_rows"):
+        return f"*{dtype}"
     if name in ("k_own", "v_own", "k_pages", "v_pages"):
         return f"tensordesc<{dtype}[1, 1, {constants['BLOCK_N']}, {dim}]>"
     if name in ("q_rows", "dout_rows"):
@@ -57,6 +59,7 @@ def constants_of(kernel, dim, dtype, flags, capability):
     values = shape | {
         "REPEAT": 7, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "WINDOW": "window" in flags,
         "DOCUMENTS": "documents" in flags, "STAGES": tile.stages, "OWN": "part" not in flags,
+        "POINTERS": capability[0] < 9,
     }  # fmt: skip
     if kernel == "dkdv":
         return values | {"RAGGED": "ragged" in flags, "PAST": True}, tile.warps, tile.stages
@@ -78,7 +81,7 @@ def compile_one(arch, name):
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return {
         "arch": arch, "name": name, "shared": compiled.metadata.shared, "wgmma": "wgmma" in compiled.asm["ptx"],
-        "tma": "cp.async.bulk.tensor" in compiled.asm["ptx"], **resources(compiled.asm["cubin"]),
+        "tma": "cp.async.bulk.tensor" in compiled.asm["ptx"], **resources(compiled.asm),
     }  # fmt: skip
 
 

@@ -225,3 +225,4 @@ def test_the_decode_kernels_compile(arch):
         assert row["stack"] <= (100 if "/7/9/" in row["name"] or "/256/" in row["name"] else 0), row
         assert row["mma"] or row["name"].startswith("merge") or "fp32" in row["name"], row
         assert row["asynchronous"] or row["name"].startswith("merge"), row
+        assert row["narrow"] == 0, row

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.paged_kv.backend_case import Case
+from tests.paged_kv.backend_case import Case, without_boxes
 from tests.paged_kv.oracle import Problem, SplitPast, poisoned, pool_for
 from tests.paged_kv.test_reference import Largest, expected, walk, weight_for
 
@@ -111,6 +111,28 @@ def test_every_head_dim(dim):
     """80, 96 and 192 are padded inside: the padding must not read the next head."""
     case = Case(dim=dim, heads=7, groups=1, tokens=5, lengths=(70,), dtype=torch.float16, scale=dim**-0.5)
     case.check(case.run(triton_attention))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lengths": (0,), "tokens": 33},
+        {"lengths": (200, 9), "batch": 2, "tokens": 40, "split": 1},
+        {"lengths": (150,), "dim": 80, "heads": 7, "groups": 1, "page": 128},
+        {"lengths": (200, 70), "batch": 2, "documents": "some", "window": 60, "shuffle": True},
+    ],
+    ids=["no past", "segments", "padded heads", "documents"],
+)
+def test_chips_that_fetch_no_boxes(options):
+    """The same numbers through pointers, as on chips before sm_90; those take the other kernels for small windows."""
+    case = Case(**options)
+    with with_tiles("plain"), mock.patch.object(triton_problem.Problem, "at_once", False):
+        boxes = case.run(triton_attention)
+        with without_boxes(), poisoned():
+            pointers = case.run(triton_attention)
+    case.check(pointers)
+    for a, b in zip(boxes, pointers):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("window", [None, 20, 64])
@@ -431,8 +453,9 @@ def test_a_window_with_the_tiles_of_the_table(repeat, accumulate):
     case.check(case.run(triton_attention, accumulate=accumulate))
 
 
-def test_a_window_reads_memory_that_starts_anywhere():
-    case = Case(tokens=20, heads=8, groups=1, lengths=(70,), window=64, dtype=torch.float16)
+@pytest.mark.parametrize("window", [None, 64])
+def test_memory_that_starts_anywhere(window):
+    case = Case(tokens=20, heads=8, groups=1, lengths=(70,), window=window, dtype=torch.float16)
     plain = case.run(triton_attention)
     for name in ("q", "k", "v", "dout"):
         x = getattr(case, name)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.paged_kv.backend_case import without_boxes
 from tests.paged_kv.oracle import Problem, SplitPast, poisoned, pool_for
 from tests.paged_kv.sparse_case import SparseCase
 from tests.paged_kv.test_reference import Largest, expected, walk, weight_for
@@ -71,6 +72,27 @@ def test_equals_dense_attention(case, tiles, share):
     with with_tiles(tiles), poisoned(), mock.patch.object(triton_sparse._Launch, "_share", lambda self, tile: share):
         ours = case.run(triton_attention)
     case.check(ours)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lengths": (0,), "tokens": 130, "kind": "all"},
+        {"lengths": (200, 70), "batch": 2, "tokens": 70, "split": 1, "shuffle": True, "kind": "hot"},
+        {"lengths": (150,), "dim": 80, "heads": 7, "groups": 1, "documents": "some", "kind": "all"},
+    ],
+    ids=["no past", "segments", "padded heads"],
+)
+def test_chips_that_fetch_no_boxes(options):
+    """The same numbers through pointers, as on chips before sm_90."""
+    case = SparseCase(entries=3, **options)
+    with with_tiles("small"):
+        boxes = case.run(triton_attention)
+        with without_boxes(), poisoned():
+            pointers = case.run(triton_attention)
+    case.check(pointers)
+    for a, b in zip(boxes, pointers):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dim, heads", [(80, 7), (96, 2), (256, 1)])

@@ -16,6 +16,7 @@ def test_every_kernel_compiles(arch):
     for row in rows:
         print(row)
         assert row["shared"] <= SHARED_BYTES[arch]
+        assert row["narrow"] == 0
         assert row["mma"] == row["name"].startswith("scores")
         # Sums in float64 take registers: some spill, most of all where matrix units read their operands from registers.
         assert row["stack"] <= (1000 if row["name"].startswith("scores") else 0)

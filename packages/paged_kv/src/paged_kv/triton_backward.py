@@ -12,6 +12,7 @@ Source: FlashAttention-2 (arXiv 2307.08691), PagedAttention (arXiv 2309.06180); 
 import triton
 import triton.language as tl
 
+from .triton_boxes import _key_boxes, _row_boxes
 from .triton_forward import first_visible, locate, tile_range
 
 
@@ -172,7 +173,7 @@ def _paged_attention_dkdv_kernel(
     batch_first, tokens, padded, columns, first, window, past_tiles, bound_tiles, splits, scale, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    PAST: tl.constexpr, OWN: tl.constexpr, ATOMIC: tl.constexpr, STAGES: tl.constexpr,
+    PAST: tl.constexpr, OWN: tl.constexpr, ATOMIC: tl.constexpr, STAGES: tl.constexpr, POINTERS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (key tiles of the past, then of the own block, G, sequences from `batch_first` on * splits).
 
@@ -187,6 +188,9 @@ def _paged_attention_dkdv_kernel(
         batch = batch_first + tl.program_id(2) // splits
         share = tl.program_id(2) % splits
     TILES: tl.constexpr = PAGE // BLOCK_N
+    q_rows, dout_rows = _row_boxes(q_rows, dout_rows, tokens * REPEAT, HEAD_DIM, DIM, BLOCK_M, POINTERS)
+    k_own, v_own = _key_boxes(k_own, v_own, tokens, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
+    k_pages, v_pages = _key_boxes(k_pages, v_pages, PAGE, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
     length = tl.load(lengths_ptr + batch)
     bound_ptr = bounds_ptr + (batch * bound_tiles + tile).to(tl.int64) * 2
 
@@ -247,7 +251,7 @@ def _paged_attention_dq_kernel(
     carry_ptr, dq_ptr, tokens, padded, columns, first, window, splits, scale, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    CARRY: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    CARRY: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, POINTERS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row tiles, G, B * splits), as the forward's. CARRY: add to what earlier segments left."""
     tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -261,6 +265,9 @@ def _paged_attention_dq_kernel(
     TILES: tl.constexpr = PAGE // BLOCK_N
     LOWER: tl.constexpr = WINDOW or DOCUMENTS
 
+    q_rows, dout_rows = _row_boxes(q_rows, dout_rows, tokens * REPEAT, HEAD_DIM, DIM, BLOCK_M, POINTERS)
+    k_own, v_own = _key_boxes(k_own, v_own, tokens, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
+    k_pages, v_pages = _key_boxes(k_pages, v_pages, PAGE, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     query = tl.minimum(rows // REPEAT, tokens - 1)
     block = batch * GROUPS + group

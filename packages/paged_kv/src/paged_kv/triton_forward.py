@@ -12,6 +12,8 @@ Source: FlashAttention-2 (arXiv 2307.08691), PagedAttention (arXiv 2309.06180); 
 import triton
 import triton.language as tl
 
+from .triton_boxes import _key_boxes
+
 
 @triton.jit
 def first_visible(positions, tokens, documents_ptr, length, window, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
@@ -152,7 +154,7 @@ def _paged_attention_fwd_kernel(
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     CARRY: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, POINTERS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row tiles, G, B * splits). CARRY: start from an earlier segment's state. OWN: the own block comes last,
     and then the SINKS.
@@ -172,6 +174,8 @@ def _paged_attention_fwd_kernel(
     OWN_STAGES: tl.constexpr = STAGES if STAGES == 1 else STAGES - 1  # no slot to look up first
     LOWER: tl.constexpr = WINDOW or DOCUMENTS
 
+    k_own, v_own = _key_boxes(k_own, v_own, tokens, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
+    k_pages, v_pages = _key_boxes(k_pages, v_pages, PAGE, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
     offsets, stats, query, valid = _row_places(tile_m, batch, group, tokens, REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M)
     inside = (tl.arange(0, DIM) < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + offsets, mask=inside, other=0.0)

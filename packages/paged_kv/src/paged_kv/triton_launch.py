@@ -17,7 +17,7 @@ from .past import Segment
 from .triton_backward import _paged_attention_dkdv_kernel, _paged_attention_dq_kernel
 from .triton_forward import _paged_attention_fwd_kernel
 from .triton_merge import merge_parts
-from .triton_problem import Partial, Problem, Rows, check_pages
+from .triton_problem import Partial, Problem, Rows
 from .triton_tiles import Tile
 
 _LOG2E = math.log2(math.e)
@@ -64,7 +64,7 @@ def dq_launch(
     parts = target if splits == 1 else torch.empty(splits, *p.q.shape, device=p.q.device, dtype=torch.float32)
     grid = (triton.cdiv(p.rows, tile.rows), p.groups, p.batch * splits)
     _paged_attention_dq_kernel[grid](
-        *rows.descriptors(tile), *keys.own, *keys.pages, keys.slots, p.lengths, p.documents, rows.lse, rows.delta,
+        *rows.sources(p, tile.rows), *keys.own, *keys.pages, keys.slots, p.lengths, p.documents, rows.lse, rows.delta,
         rows.lse if carry is None else carry, parts,
         p.tokens, rows.lse.shape[1], keys.columns, keys.first, p.window, splits,
         p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
@@ -97,8 +97,8 @@ def dkdv_launch(
     together = p.batch == 1 or segment is None or p.disjoint(segment)
     for batch, count in [(0, p.batch)] if together else [(b, 1) for b in range(p.batch)]:
         _paged_attention_dkdv_kernel[past_tiles + own_tiles, p.groups, count * splits](
-            *rows.descriptors(tile), *keys.own, *keys.pages, keys.slots, grads[2].contiguous(), p.lengths, p.documents,
-            bounds, rows.lse, rows.delta, grads[0], grads[1], dk, dv,
+            *rows.sources(p, tile.rows), *keys.own, *keys.pages, keys.slots, grads[2].contiguous(), p.lengths,
+            p.documents, bounds, rows.lse, rows.delta, grads[0], grads[1], dk, dv,
             batch, p.tokens, rows.lse.shape[1], keys.columns, keys.first, p.window, past_tiles,
             past_tiles + own_tiles, splits, p.geometry.scale, p.geometry.scale * _LOG2E,
             PAST=past_tiles > 0, OWN=own, ATOMIC=accumulate == "atomic",
@@ -146,8 +146,8 @@ def _splits(p: Problem, tile: Tile, keys: _Keys) -> int:
 class _Keys:
     """The keys of one launch as its kernel reads them; without a segment the pages stand in and are never read."""
 
-    own: tuple[TensorDescriptor, TensorDescriptor]
-    pages: tuple[TensorDescriptor, TensorDescriptor]
+    own: tuple[TensorDescriptor | Tensor, TensorDescriptor | Tensor]
+    pages: tuple[TensorDescriptor | Tensor, TensorDescriptor | Tensor]
     slots: Tensor
     columns: int
     first: int
@@ -156,19 +156,11 @@ class _Keys:
     @staticmethod
     def of(p: Problem, segment: Segment | None, tile: Tile) -> _Keys:
         block = min(tile.keys, p.geometry.page_tokens)
-        own = (_descriptor(p.k, block), _descriptor(p.v, block))
+        own = (p.keys_of(p.k, block), p.keys_of(p.v, block))
         if segment is None:
             return _Keys(own, own, p.lengths, 0, 0, 0)
         columns = segment.slots.shape[1]
         first = segment.first_page * p.geometry.page_tokens
         limit = max(0, min(max(p.geometry.lengths) - first, columns * p.geometry.page_tokens))
-        pages = (_descriptor(segment.k, block), _descriptor(segment.v, block))
+        pages = (p.keys_of(segment.k, block), p.keys_of(segment.v, block))
         return _Keys(own, pages, segment.slots.contiguous(), columns, first, limit)
-
-
-def _descriptor(pages: Tensor, block: int) -> TensorDescriptor:
-    """Tiles of one head's tokens in [slots, P, G, D]; the own block is read as one long page a sequence."""
-    check_pages(pages)
-    slots, tokens, groups, dim = pages.shape
-    strides = [tokens * groups * dim, dim, groups * dim, 1]
-    return TensorDescriptor(pages, [slots, groups, tokens, dim], strides, [1, 1, block, triton.next_power_of_2(dim)])

@@ -27,7 +27,7 @@ _ROW_PADDING = 128  # LSE and delta are padded to whole row tiles of any size
 
 @dataclass(frozen=True)
 class Problem:
-    """What all launches of one call share."""
+    """What all launches of one call share: tensors that are contiguous and aligned."""
 
     q: Tensor
     k: Tensor
@@ -44,7 +44,8 @@ class Problem:
             q, sign, geometry = torch.zeros_like(q), 0.0, replace(geometry, scale=1.0)
         elif sign < 0.0:  # the kernels take the largest product for the largest score
             q, geometry = -q, replace(geometry, scale=-geometry.scale)
-        return Problem(q.contiguous(), k.contiguous(), v.contiguous(), geometry, sign)
+        q, k, v = (aligned(x.contiguous()) for x in (q, k, v))
+        return Problem(q, k, v, geometry, sign)
 
     @property
     def length(self) -> int | None:
@@ -115,6 +116,21 @@ class Problem:
         runs = sorted((run, run + n) for run, n in zip(segment.grad_runs, pages) if n > 0)
         return all(end <= start for (_, end), (start, _) in pairwise(runs))
 
+    @property
+    def boxes(self) -> bool:
+        """Whether the host describes boxes, for the chip to fetch; older ones get pointers (triton_boxes.py)."""
+        return INTERPRETED or torch.cuda.get_device_capability(self.q.device)[0] >= 9
+
+    def keys_of(self, pages: Tensor, block: int) -> TensorDescriptor | Tensor:
+        """Tiles of one head's tokens in [slots, P, G, D]; the own block is read as one long page a sequence."""
+        check_pages(pages)
+        if not self.boxes:
+            return pages
+        slots, tokens, groups, dim = pages.shape
+        strides = [tokens * groups * dim, dim, groups * dim, 1]
+        width = triton.next_power_of_2(dim)
+        return TensorDescriptor(pages, [slots, groups, tokens, dim], strides, [1, 1, block, width])
+
     def slots(self, tile: Tile) -> int:
         """How many programs run at once."""
         if INTERPRETED:
@@ -134,6 +150,7 @@ class Problem:
             "WINDOW": geometry.window is not None,
             "DOCUMENTS": geometry.documents is not None,
             "STAGES": tile.stages,
+            "POINTERS": not self.boxes,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
             "enable_fp_fusion": True,
@@ -166,9 +183,12 @@ class Rows:
     lse: Tensor
     delta: Tensor
 
-    def descriptors(self, tile: Tile) -> list[TensorDescriptor]:
-        block = [1, tile.rows, triton.next_power_of_2(self.q.shape[2])]
-        return [TensorDescriptor.from_tensor(x, block) for x in (self.q, self.dout)]
+    def sources(self, p: Problem, block: int) -> tuple[TensorDescriptor | Tensor, ...]:
+        """q and dout as kernels read them, `block` rows at a time."""
+        if not p.boxes:
+            return self.q, self.dout
+        box = [1, block, triton.next_power_of_2(p.dim)]
+        return tuple(TensorDescriptor.from_tensor(x, box) for x in (self.q, self.dout))
 
     @staticmethod
     def prepare(p: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> Rows:
@@ -185,6 +205,11 @@ class Rows:
                 num_warps=4,
             )  # fmt: skip
         return Rows(q_rows, dout_rows, row_lse, delta)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Kernels fetch 16 bytes at once; a view may begin anywhere."""
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def on_device(q: Tensor) -> contextlib.AbstractContextManager[None]:

@@ -21,7 +21,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .past import Segment
-from .triton_launch import _descriptor
 from .triton_problem import Problem, Rows
 from .triton_sinks import sinks_grad
 from .triton_sparse_backward import _add_parts_kernel, _sparse_attention_dkdv_kernel, _sparse_attention_dq_kernel
@@ -79,9 +78,9 @@ def backward(
         tile = p.tile("dq")
         target = dq if last else carry if carry is not None else torch.empty_like(p.q, dtype=torch.float32)
         _sparse_attention_dq_kernel[launch.rows_grid(tile)](
-            *launch.row_sources(rows, tile), *launch.keys(tile), launch.table, launch.lists.pages, launch.lists.places,
-            launch.lists.bounds, p.lengths, p.documents, rows.lse, rows.delta, rows.lse if carry is None else carry,
-            target,
+            *rows.sources(p, launch.block_m(tile)), *launch.keys(tile), launch.table, launch.lists.pages,
+            launch.lists.places, launch.lists.bounds, p.lengths, p.documents, rows.lse, rows.delta,
+            rows.lse if carry is None else carry, target,
             p.tokens, rows.lse.shape[1], launch.columns, launch.first_page, launch.lists.blocks, launch.lists.entries,
             p.window, p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
             CARRY=carry is not None, OWN=last, STRADDLE=launch.straddle, **launch.constants(tile),
@@ -116,7 +115,7 @@ def _dkdv(launch: _Launch, rows: Rows, dk: Tensor, dv: Tensor, *, past_grad: boo
     together = p.batch == 1 or not past or (segment is not None and p.disjoint(segment))
     for batch, count in [(0, p.batch)] if together else [(b, 1) for b in range(p.batch)]:
         _sparse_attention_dkdv_kernel[readers.items.shape[2] * launch.tiles(tile), p.groups, count](
-            *launch.row_sources(rows, tile), *launch.keys(tile), launch.table, grads[2], p.lengths, p.documents,
+            *rows.sources(p, launch.block_m(tile)), *launch.keys(tile), launch.table, grads[2], p.lengths, p.documents,
             readers.readers, readers.items, readers.counts, readers.ends, rows.lse, rows.delta, *targets, parts,
             batch, p.tokens, rows.lse.shape[1], columns, launch.first_page, total, readers.readers.shape[2],
             readers.items.shape[2], readers.most_parts, readers.share, p.window, all_lists, p.geometry.scale,
@@ -181,17 +180,13 @@ class _Launch:
         row_tiles = triton.cdiv(self.p.geometry.page_tokens * self.p.repeat, self.block_m(tile))
         return self.lists.blocks * row_tiles, self.p.groups, self.p.batch
 
-    def row_sources(self, rows: Rows, tile: Tile) -> tuple[TensorDescriptor, TensorDescriptor]:
-        block = [1, self.block_m(tile), triton.next_power_of_2(self.p.dim)]
-        return TensorDescriptor.from_tensor(rows.q, block), TensorDescriptor.from_tensor(rows.dout, block)
-
-    def keys(self, tile: Tile) -> tuple[TensorDescriptor, ...]:
-        """Descriptors of the own block's keys and values, then of the pages'."""
+    def keys(self, tile: Tile) -> tuple[TensorDescriptor | Tensor, ...]:
+        """The own block's keys and values as kernels read them, then the pages'."""
         block = self.block_n(tile)
-        own = tuple(_descriptor(x, block) for x in (self.p.k, self.p.v))
+        own = tuple(self.p.keys_of(x, block) for x in (self.p.k, self.p.v))
         if self.segment is None:
             return *own, *own
-        return *own, _descriptor(self.segment.k, block), _descriptor(self.segment.v, block)
+        return *own, self.p.keys_of(self.segment.k, block), self.p.keys_of(self.segment.v, block)
 
     def readers(self, grad_table: Tensor, tile: Tile, *, past: bool, own: bool) -> Readers:
         return readers_of(
@@ -215,6 +210,7 @@ class _Launch:
             "LISTS": self.lists.lists, "GROUPS": p.groups, "REPEAT": p.repeat, "HEAD_DIM": p.dim,
             "DIM": triton.next_power_of_2(p.dim), "PAGE": p.geometry.page_tokens, "BLOCK_M": self.block_m(tile),
             "BLOCK_N": self.block_n(tile), "WINDOW": p.geometry.window is not None,
-            "DOCUMENTS": p.geometry.documents is not None, "STAGES": tile.stages, "num_warps": tile.warps,
+            "DOCUMENTS": p.geometry.documents is not None, "STAGES": tile.stages, "POINTERS": not p.boxes,
+            "num_warps": tile.warps,
             "num_stages": tile.stages, "enable_fp_fusion": True,
         }  # fmt: skip

@@ -13,6 +13,7 @@ Source: FlashAttention-2 (arXiv 2307.08691); oracle: reference.py
 import triton
 import triton.language as tl
 
+from .triton_boxes import _key_boxes, _row_boxes
 from .triton_sparse_forward import block_rows, first_seen, listed_before
 
 
@@ -127,7 +128,7 @@ def _sparse_attention_dkdv_kernel(
     scale, scale_log2,
     LISTS: tl.constexpr, GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    RAGGED: tl.constexpr, PAST: tl.constexpr, OWN: tl.constexpr, STAGES: tl.constexpr,
+    RAGGED: tl.constexpr, PAST: tl.constexpr, OWN: tl.constexpr, STAGES: tl.constexpr, POINTERS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (most items * key tiles of a page, G, sequences from `batch_first` on).
 
@@ -140,6 +141,9 @@ def _sparse_attention_dkdv_kernel(
     batch = batch_first + tl.program_id(2)
     which = (batch * LISTS + (group if LISTS > 1 else 0)).to(tl.int64)
     step = all_lists.to(tl.int64) * total  # from one kind of count to the next
+    q_rows, dout_rows = _row_boxes(q_rows, dout_rows, tokens * REPEAT, HEAD_DIM, DIM, BLOCK_M, POINTERS)
+    k_own, v_own = _key_boxes(k_own, v_own, tokens, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
+    k_pages, v_pages = _key_boxes(k_pages, v_pages, PAGE, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
     length = tl.load(lengths_ptr + batch)
     last = ends_ptr + step + which * total + total - 1
     whole_items = tl.load(last)
@@ -276,7 +280,7 @@ def _sparse_attention_dq_kernel(
     tokens, padded, columns, first_page, blocks, entries, window, scale, scale_log2,
     LISTS: tl.constexpr, GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    CARRY: tl.constexpr, OWN: tl.constexpr, STRADDLE: tl.constexpr, STAGES: tl.constexpr,
+    CARRY: tl.constexpr, OWN: tl.constexpr, STRADDLE: tl.constexpr, STAGES: tl.constexpr, POINTERS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (Q * row tiles of a block, G, B), as the forward's. CARRY: go on from the sums that earlier segments left;
     they are scaled once OWN has come."""
@@ -292,6 +296,9 @@ def _sparse_attention_dq_kernel(
     bounds = bounds_ptr + list_of * 6
     length = tl.load(lengths_ptr + batch)
 
+    q_rows, dout_rows = _row_boxes(q_rows, dout_rows, tokens * REPEAT, HEAD_DIM, DIM, BLOCK_M, POINTERS)
+    k_own, v_own = _key_boxes(k_own, v_own, tokens, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
+    k_pages, v_pages = _key_boxes(k_pages, v_pages, PAGE, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
     first_row, end_row = block_rows(r, tl.program_id(0) % ROW_TILES, length, tokens, PAGE, REPEAT, BLOCK_M)
     rows = first_row + tl.arange(0, BLOCK_M)
     query = tl.minimum(rows // REPEAT, tokens - 1)

@@ -14,6 +14,8 @@ Source: FlashAttention-2 (arXiv 2307.08691), PagedAttention (arXiv 2309.06180); 
 import triton
 import triton.language as tl
 
+from .triton_boxes import _key_boxes
+
 
 @triton.jit
 def block_rows(r, tile, length, tokens, PAGE: tl.constexpr, REPEAT: tl.constexpr, BLOCK_M: tl.constexpr):
@@ -131,6 +133,7 @@ def _sparse_attention_fwd_kernel(
     LISTS: tl.constexpr, GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     CARRY: tl.constexpr, OWN: tl.constexpr, SINKS: tl.constexpr, STRADDLE: tl.constexpr, STAGES: tl.constexpr,
+    POINTERS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (Q * row tiles of a block, G, B). CARRY: start from an earlier segment's state. OWN: the own block comes
     last, and then the SINKS. STRADDLE: some page is part past, part own.
@@ -150,6 +153,8 @@ def _sparse_attention_fwd_kernel(
     bounds = bounds_ptr + list_of * 6
     length = tl.load(lengths_ptr + batch)
 
+    k_own, v_own = _key_boxes(k_own, v_own, tokens, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
+    k_pages, v_pages = _key_boxes(k_pages, v_pages, PAGE, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
     first_row, end_row = block_rows(r, tile, length, tokens, PAGE, REPEAT, BLOCK_M)
     offsets, stats, query, valid = row_places(first_row, end_row, batch, group, tokens, REPEAT, HEADS, HEAD_DIM, DIM,
                                               BLOCK_M)  # fmt: skip

@@ -50,8 +50,11 @@ def _window_tiles(
             v_ptrs = tl.where(past, v_pages + row * HEAD_DIM, v_ptrs)
             exists = past | (exists & (place >= 0))
         inside = exists[:, None] & (dims < HEAD_DIM)
-        k_tiles += (tl.load(k_ptrs[:, None] + dims, mask=inside, other=0.0),)  # type: ignore[assignment]
-        v_tiles += (tl.load(v_ptrs[:, None] + dims, mask=inside, other=0.0),)  # type: ignore[assignment]
+        # rows begin at multiples of 16 bytes, which the compiler forgets across the branch
+        k_rows = tl.multiple_of(k_ptrs[:, None] + dims, [1, 16])
+        v_rows = tl.multiple_of(v_ptrs[:, None] + dims, [1, 16])
+        k_tiles += (tl.load(k_rows, mask=inside, other=0.0),)  # type: ignore[assignment]
+        v_tiles += (tl.load(v_rows, mask=inside, other=0.0),)  # type: ignore[assignment]
         exists_tiles += (exists,)  # type: ignore[assignment]
     return k_tiles, v_tiles, exists_tiles
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .past import Segment
-from .triton_problem import Problem, Rows, check_pages
+from .triton_problem import Problem, Rows, aligned, check_pages
 from .triton_tiles import Tile
 from .triton_window_backward import _window_dkdv_kernel, _window_dq_kernel
 from .triton_window_forward import _window_fwd_kernel
@@ -111,8 +111,7 @@ def window_dkdv(p: Problem, rows: Rows, segment: Segment | None, dk: Tensor, dv:
 
 def _boxes(x: Tensor, rows: dict[str, Any]) -> TensorDescriptor:
     """Boxes of neighbouring queries and heads in [B, C, H, D], contiguous."""
-    if x.data_ptr() % 16:
-        x = x.clone()
+    x = aligned(x)
     _, tokens, heads, dim = x.shape
     strides = [tokens * heads * dim, heads * dim, dim, 1]  # a dimension of one may have any stride, which boxes refuse
     return TensorDescriptor(x, x.shape, strides, [1, rows["QUERIES"], rows["SHARE"], triton.next_power_of_2(dim)])
