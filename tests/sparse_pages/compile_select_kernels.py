@@ -35,7 +35,9 @@ def compile_one(arch, name):
     for argument in kernel.arg_names:
         kind = "*fp64" if argument.endswith("_ptr") else "i32"
         signature[argument] = "constexpr" if argument in constants else TYPES.get(argument, kind)
-    aligned = [i for i, argument in enumerate(kernel.arg_names) if signature[argument].startswith("*")]
+    whole = [argument for argument in kernel.arg_names if signature[argument].startswith("*") or "stride" in argument]
+    aligned = [kernel.arg_names.index(argument) for argument in whole]  # strides are of whole vectors
+    assert not any(parameter.do_not_specialize for parameter in kernel.params if parameter.name in whole)
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     options = {"num_warps": warps, "num_stages": 1 if name == "scores wide" else 2}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

@@ -73,7 +73,7 @@ def _summed(x_ptr, row, rows, batch, batch_stride, group, GROUPS: tl.constexpr, 
     return x.to(tl.float64)
 
 
-@triton.jit(do_not_specialize=["tokens", "pages", "q_stride", "k_stride", "q_tiles"])
+@triton.jit(do_not_specialize=["tokens", "pages", "q_tiles"])
 def _digits_kernel(
     q_ptr, k_ptr, real_ptr, digits_ptr, scale_ptr, tokens, pages, q_stride, k_stride, q_tiles,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, FEATURES: tl.constexpr, BITS: tl.constexpr, LEAST: tl.constexpr,
@@ -104,7 +104,7 @@ def _digits_kernel(
         tl.store(scale_ptr + at, scale, mask=row < pages)
 
 
-@triton.jit(do_not_specialize=["stride", "room", "first"])
+@triton.jit(do_not_specialize=["room", "first"])
 def _mean_kernel(
     k_ptr, features_ptr, stride, room, first, GROUPS: tl.constexpr, FEATURES: tl.constexpr, PAGE: tl.constexpr,
     STEPS: tl.constexpr, WIDTH: tl.constexpr,
