@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from tests.models import build, configs
+from transformers import LlamaForCausalLM
 
 from oomb import adapters, job, plan
 from oomb.adapters import adapter_parameters, lora, with_adapters
@@ -52,6 +55,19 @@ def test_modules_that_are_not_there_are_refused_as_a_run_refuses_them():
     )
     with pytest.raises(ValueError, match=r"^lora_targets: Target modules"):
         job.plan_step(config, configs()["qwen3"], torch.device("cpu"))
+
+
+def test_what_peft_will_have_to_change_is_not_the_users_to_know(recwarn):
+    """It asks a model for what transformers is about to rename."""
+
+    class Renamed(LlamaForCausalLM):
+        @property
+        def is_gradient_checkpointing(self):
+            warnings.warn("`is_gradient_checkpointing` is deprecated", FutureWarning, stacklevel=2)
+            return True
+
+    with_adapters(Renamed(configs()["llama"]), lora())
+    assert not [warning for warning in recwarn if warning.category is FutureWarning]
 
 
 def test_without_peft_every_linear_layer_but_the_head_is_counted(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -40,6 +41,30 @@ def folder(path, *, tokenizer: bool = True):
 def test_a_folder_without_a_tokenizer(run, tmp_path):
     code, errors = run(folder(tmp_path / "model", tokenizer=False))
     assert code == 2 and len(errors) == 1 and "no tokens" in errors[0]
+
+
+def test_what_reads_no_text_needs_no_tokenizer(tmp_path, capsys):
+    """A plan not even weights: a config is enough."""
+    sizes = ["--context", "128", "--chunk-tokens", "64", "--page-tokens", "32", "--steps", "1", "--device", "cpu"]
+    model = ["--model", str(folder(tmp_path / "model", tokenizer=False))]
+    for name in ("plan", "verify", "bench"):
+        assert main([name, *model, *sizes]) == 0, capsys.readouterr().err
+    for path in (tmp_path / "model").iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    assert main(["plan", *model, *sizes]) == 0
+    assert "longest context here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_goes_wrong_while_data_are_streamed_is_one_line(run, tmp_path, workers):
+    """Though a worker would hand over its whole traceback."""
+    rows = "".join(json.dumps({"text": f"row {i} " * 9}) + "\n" for i in range(40))
+    (tmp_path / "rows.jsonl").write_text(rows + '{"text": 5}\n' * 40)
+    data = ["--data", str(tmp_path / "rows.jsonl"), "--streaming", "true", "--dataloader-num-workers", str(workers)]
+    code, errors = run(folder(tmp_path / "model"), *data)
+    assert code == 2 and len(errors) == 1
+    assert "oomb: error: data: " in errors[0] and "rows.jsonl" in errors[0] and "Traceback" not in errors[0]
 
 
 def test_weights_that_are_missing_or_of_another_shape(run, tmp_path):

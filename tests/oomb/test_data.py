@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import torch
@@ -257,6 +258,33 @@ def test_unusable_data_is_refused(tmp_path, make, complaint):
     with pytest.raises(ValueError, match=complaint) as caught:
         read(make(tmp_path), 10)
     assert "\n" not in str(caught.value)
+
+
+def rotten(folder, kind, spoiled):
+    """A table whose end is not what its beginning promised."""
+    path = folder / f"a.{kind}"
+    content = [{"text": f"row {i} " * 30} for i in range(2000)]
+    if kind == "parquet":
+        Dataset.from_list(content).to_parquet(path)
+    else:
+        table(path, content)
+    whole = path.read_bytes()
+    where = {"footer": len(whole) - 40, "rows": 60}.get(spoiled, 9 * len(whole) // 10)
+    path.write_bytes(whole[:where] if spoiled == "footer" else whole[:where] + b"\0" * 90 + whole[where + 90 :])
+    return path
+
+
+@pytest.mark.parametrize(("kind", "spoiled"), [("jsonl", "middle"), ("parquet", "footer"), ("parquet", "rows")])
+@pytest.mark.parametrize("settings", [{}, {"streaming": True, "steps": 1}], ids=["at once", "streamed"])
+def test_a_table_that_is_broken_further_on_is_named(kind, spoiled, settings, tmp_path, monkeypatch):
+    """In one line: `datasets` would log another. Of a stream the end is only read while training."""
+    said = []
+    monkeypatch.setattr(logging.getLogger("datasets"), "handlers", [handler := logging.Handler()])
+    monkeypatch.setattr(handler, "emit", said.append)
+    c = config(rotten(tmp_path, kind, spoiled), 64, **settings)
+    with pytest.raises(ValueError, match=rf"^data: cannot read .*a.{kind}'") as caught:
+        list(Stream(find_source(c), TOKENIZER, c, VOCAB))
+    assert "\n" not in str(caught.value) and not said
 
 
 def test_files_of_several_kinds_are_not_guessed_at(tmp_path):

@@ -31,7 +31,8 @@ def with_adapters(model: Any, settings: Any) -> Any:
     from peft import get_peft_model
 
     try:
-        return get_peft_model(model, settings)
+        with quiet():
+            return get_peft_model(model, settings)
     except ValueError as error:
         raise ValueError(f"lora_targets: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from oomb.packing import Tokens
+from oomb.quiet import reading
 from oomb.train_config import STDLIB, TrainConfig
 
 TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -163,16 +165,17 @@ class Reader:
         from datasets import load_dataset  # a second to import: only where there are tables
 
         paths = [str(files[0]) for files in self.source.documents]
-        try:
+        with reading(self.source.path):
             rows: Any = load_dataset(self.source.kind, data_files=paths, split="train", streaming=self.config.streaming)
             names = list(rows.features or next(iter(rows), {}))
-        except Exception as error:  # of many kinds
-            cause = error.__cause__ or error
-            raise ValueError(f"data: cannot read {self.source.path!r}: {' '.join(str(cause).split())[:300]}") from error
         read = self._reader_of(names)
         shuffling = {"buffer_size": SHUFFLE_ROWS} if self.config.streaming else {}
-        rows = rows.shuffle(seed=self.config.seed, **shuffling)
-        for index, row in enumerate(rows):
+        rows = iter(rows.shuffle(seed=self.config.seed, **shuffling))
+        for index in itertools.count():
+            with reading(self.source.path):  # of a stream much is read only now
+                row = next(rows, None)
+            if row is None:
+                return
             try:
                 tokens = read(row)
             except (KeyError, TypeError, ValueError) as error:

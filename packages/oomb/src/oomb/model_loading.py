@@ -29,9 +29,10 @@ def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_config(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+def load_config(config: TrainConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
     """The model's own config, with the rotary setting the run asks for.
 
+    tokenizer: None where no text is read
     Raises: ValueError for what cannot be trained, and a tokenizer that does not belong to it
     """
     if config.model == TINY:
@@ -42,7 +43,7 @@ def load_config(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pret
             f"model: {config.model!r} holds an encoder-decoder; only causal language models can be trained"
         )
     size = found.get_text_config().vocab_size
-    largest = max(tokenizer.get_vocab().values(), default=-1)
+    largest = max(tokenizer.get_vocab().values(), default=-1) if tokenizer else -1
     if largest >= size:
         raise ValueError(
             f"model: the tokenizer of {config.model!r} has ids up to {largest:,}, the model's vocabulary ends at "

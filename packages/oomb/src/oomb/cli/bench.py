@@ -14,7 +14,7 @@ from oomb.api import chunked_backward
 from oomb.config import ChunkConfig
 from oomb.eta import ModelWork
 from oomb.job import choose_device, choose_dtype
-from oomb.model_loading import load_config, load_model, load_tokenizer
+from oomb.model_loading import load_config, load_model
 from oomb.progress import format_bytes, peak_bytes, utilization
 from oomb.train_config import TINY, TrainConfig
 
@@ -28,7 +28,7 @@ def run(settings: Mapping[str, Any], *, dry_run: bool = False) -> int:
     config = TrainConfig.from_settings(given)
     device = choose_device(config.device)
     dtype, mixed = choose_dtype(config.dtype, device)
-    model_config = load_config(config, load_tokenizer(config))
+    model_config = load_config(config)
     torch.manual_seed(config.seed)
     model = load_model(config, model_config, dtype, device)
     lengths = _lengths(config.chunks, config.context, device)

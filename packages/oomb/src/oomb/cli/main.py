@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(message: str) -> int:
+    if message.startswith("Caught ") and "\nOriginal Traceback" in message:  # in a worker that reads data
+        message = message.strip().splitlines()[-1].partition(": ")[2] or message
     print(f"oomb: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 

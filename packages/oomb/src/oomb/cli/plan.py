@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from oomb.job import choose_device, choose_dtype, optimizer_name, plan_step
-from oomb.model_loading import load_config, load_tokenizer
+from oomb.model_loading import load_config
 from oomb.train_config import TINY, TrainConfig
 
 
@@ -20,7 +20,7 @@ def run(settings: Mapping[str, Any], *, dry_run: bool = False) -> int:
     if config.gpu_memory_bytes is not None and config.device.startswith("cpu"):
         raise ValueError("device: cpu, and gpu_memory_bytes says to plan for a GPU: give one of the two")
     device = torch.device("cuda") if config.gpu_memory_bytes is not None else choose_device(config.device)
-    model_config = load_config(config, load_tokenizer(config))
+    model_config = load_config(config)
     dtype, mixed = choose_dtype(config.dtype, device)
     batch = config.trainer.get("per_device_train_batch_size", 1)
     accumulation = config.trainer.get("gradient_accumulation_steps", 1)
@@ -31,5 +31,5 @@ def run(settings: Mapping[str, Any], *, dry_run: bool = False) -> int:
     print(f"{model_config.model_type}, {config.context:,} tokens, {kind}{learning}, {name}, on {device.type}")
     print("\n".join(found.lines()))
     if found.seconds is None and found.obstacle is None:
-        print("seconds of a step: where the GPU is" + ("" if found.plain else ", or with --rates"))
+        print("seconds of a step are told where the GPU is" + ("" if found.plain else ", or with --rates"))
     return 0 if found.obstacle is None else 1

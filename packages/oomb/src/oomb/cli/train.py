@@ -27,6 +27,7 @@ from oomb.model_loading import load_base, load_config, positions
 from oomb.packing import collate
 from oomb.plots import draw_loss, draw_memory
 from oomb.progress import Progress
+from oomb.quiet import quiet
 from oomb.resume import checkpoints
 from oomb.sequences import Sequences
 from oomb.train_config import TINY, TrainConfig
@@ -180,7 +181,8 @@ def _with_saved_adapters(job: Job) -> Any:
 
     dtype, _ = choose_dtype(job.config.dtype, job.device)
     base = load_base(job.config, load_config(job.config, job.tokenizer), dtype, job.device)
-    return PeftModel.from_pretrained(base, str(job.checkpoint))
+    with quiet():
+        return PeftModel.from_pretrained(base, str(job.checkpoint))
 
 
 def announce(job: Job) -> None:

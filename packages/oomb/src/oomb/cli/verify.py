@@ -27,13 +27,13 @@ def run(settings: Mapping[str, Any], *, dry_run: bool = False) -> int:
     config = TrainConfig.from_settings({"data": "stdlib"} | given)
     device = choose_device(config.device)
     dtype, mixed = choose_dtype(config.dtype, device)
-    tokenizer = load_tokenizer(config)
+    tokenizer = load_tokenizer(config) if named else None
     model_config = load_config(config, tokenizer)
     bare_parts, profile = bare(model_config, config.context, dtype=dtype)
     bare_parts.causal.requires_grad_(config.adapter == "none")
     print(f"memory      {check_room(bare_parts, profile, config.context, device, loaded=False)}", flush=True)
     ids = None
-    if named:
+    if tokenizer is not None:
         vocabulary = model_config.get_text_config().vocab_size
         data = read_sequences(find_source(config), tokenizer, config, vocabulary, wanted=1)
         ids = torch.tensor(data.rows[0]["input_ids"], dtype=torch.long, device="cpu")[None]
