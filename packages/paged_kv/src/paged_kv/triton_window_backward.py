@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .triton_backward import _put_rows
-from .triton_window_keys import _page_rows, _seen, _window_tiles
+from .triton_window_keys import _page_rows, _seen, _window_keys
 
 
 @triton.jit
@@ -66,20 +66,10 @@ def _window_dq_kernel(
     group = tl.program_id(0) % GROUPS
     first_query = tl.program_id(0) // GROUPS * QUERIES
     batch = tl.program_id(1)
-    length = one_length
-    if not UNIFORM:
-        length = tl.load(lengths_ptr + batch)
-    base = first_query - WINDOW
-    low = tl.zeros([QUERIES * SHARE], tl.int32)
-    if DOCUMENTS:
-        query = tl.minimum(first_query + tl.arange(0, QUERIES * SHARE) // SHARE, tokens - 1)
-        low = tl.load(documents_ptr + batch * tokens + query) - length - base
-    k, v, exists = _window_tiles(k_own, v_own, k_pages, v_pages, slots_ptr + batch.to(tl.int64) * columns, base, length,
-                                 first, columns, tokens, batch, group, GROUPS, HEAD_DIM, DIM, PAGE, STARTS,
-                                 WIDTHS)  # fmt: skip
-    limited = REPEAT
-    if not DOCUMENTS:
-        limited = tl.where(base < 0, REPEAT, 0)
+    k, v, exists, low, limited = _window_keys(
+        k_own, v_own, k_pages, v_pages, slots_ptr, lengths_ptr, documents_ptr, one_length, first_query, columns, first,
+        tokens, batch, group, GROUPS, REPEAT, HEAD_DIM, DIM, PAGE, SHARE, QUERIES, WINDOW, STARTS, WIDTHS, DOCUMENTS,
+        UNIFORM)  # fmt: skip
     _window_dq(q_rows, dout_rows, out_rows, dq_rows, lse_ptr, lse_rows_ptr, delta_rows_ptr, k, v, exists, low,
                first_query, group, limited, tokens, padded, batch, scale, scale_log2, GROUPS, REPEAT, DIM, SHARE,
                QUERIES, WINDOW, STARTS, WIDTHS, TOGETHER, STAGES, True)  # fmt: skip

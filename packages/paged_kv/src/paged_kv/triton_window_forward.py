@@ -12,7 +12,7 @@ Source: FlashAttention-2 (arXiv 2307.08691), attention sinks as in GPT-OSS (arXi
 import triton
 import triton.language as tl
 
-from .triton_window_keys import _seen, _window_tiles
+from .triton_window_keys import _seen, _window_keys
 
 
 @triton.jit
@@ -71,20 +71,10 @@ def _window_fwd_kernel(
     group = tl.program_id(0) % GROUPS
     first_query = tl.program_id(0) // GROUPS * QUERIES
     batch = tl.program_id(1)
-    length = one_length
-    if not UNIFORM:
-        length = tl.load(lengths_ptr + batch)
-    base = first_query - WINDOW
-    low = tl.zeros([QUERIES * SHARE], tl.int32)
-    if DOCUMENTS:
-        query = tl.minimum(first_query + tl.arange(0, QUERIES * SHARE) // SHARE, tokens - 1)
-        low = tl.load(documents_ptr + batch * tokens + query) - length - base
-    k, v, exists = _window_tiles(k_own, v_own, k_pages, v_pages, slots_ptr + batch.to(tl.int64) * columns, base, length,
-                                 first, columns, tokens, batch, group, GROUPS, HEAD_DIM, DIM, PAGE, STARTS,
-                                 WIDTHS)  # fmt: skip
-    limited = REPEAT  # heads: all of them where the tile's keys begin in the past, and where there are documents
-    if not DOCUMENTS:
-        limited = tl.where(base < 0, REPEAT, 0)
+    k, v, exists, low, limited = _window_keys(
+        k_own, v_own, k_pages, v_pages, slots_ptr, lengths_ptr, documents_ptr, one_length, first_query, columns, first,
+        tokens, batch, group, GROUPS, REPEAT, HEAD_DIM, DIM, PAGE, SHARE, QUERIES, WINDOW, STARTS, WIDTHS, DOCUMENTS,
+        UNIFORM)  # fmt: skip
     _window_fwd(q_rows, out_rows, lse_ptr, sinks_ptr, k, v, exists, low, first_query, group, limited, tokens, batch,
                 scale_log2, GROUPS, REPEAT, DIM, SHARE, QUERIES, WINDOW, STARTS, WIDTHS, SINKS, STAGES,
                 True)  # fmt: skip

@@ -60,6 +60,32 @@ def _window_tiles(
 
 
 @triton.jit
+def _window_keys(
+    k_own, v_own, k_pages, v_pages, slots_ptr, lengths_ptr, documents_ptr, one_length, first_query, columns, first,
+    tokens, batch, group, GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, SHARE: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr,
+    WIDTHS: tl.constexpr, DOCUMENTS: tl.constexpr, UNIFORM: tl.constexpr,
+):  # fmt: skip
+    """All that QUERIES queries from `first_query` on see: keys and values in tiles, which exist, from which of them on
+    each of the tile's rows may look, and for how many heads of the group that is to be asked (all or none)."""
+    length = one_length
+    if not UNIFORM:
+        length = tl.load(lengths_ptr + batch)
+    base = first_query - WINDOW
+    low = tl.zeros([QUERIES * SHARE], tl.int32)
+    if DOCUMENTS:
+        query = tl.minimum(first_query + tl.arange(0, QUERIES * SHARE) // SHARE, tokens - 1)
+        low = tl.load(documents_ptr + batch * tokens + query) - length - base
+    k, v, exists = _window_tiles(k_own, v_own, k_pages, v_pages, slots_ptr + batch.to(tl.int64) * columns, base, length,
+                                 first, columns, tokens, batch, group, GROUPS, HEAD_DIM, DIM, PAGE, STARTS,
+                                 WIDTHS)  # fmt: skip
+    limited = REPEAT
+    if not DOCUMENTS:  # keys are missing where the tile's begin in the past
+        limited = tl.where(base < 0, REPEAT, 0)
+    return k, v, exists, low, limited
+
+
+@triton.jit
 def _seen(
     x, other, behind, low, exists, WINDOW: tl.constexpr, QUERIES: tl.constexpr, START: tl.constexpr,
     WIDTH: tl.constexpr, LIMITED: tl.constexpr,
