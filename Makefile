@@ -27,7 +27,7 @@ demo: $(STAMP)
 	$(BIN)/oomb train
 
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

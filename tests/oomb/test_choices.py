@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +15,7 @@ from oomb import ChunkConfig, Unsupported, chunked_backward, verify
 from oomb.choices import Choices, nearly_tied
 
 SHAPE = {
-    "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 12,
+    "hidden_size": 128, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 6,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
 }  # fmt: skip
 MANY = {
@@ -42,14 +44,19 @@ def test_many_experts_in_16_bits_are_verified(name):
 
 
 def test_free_choices_would_not_do(monkeypatch):
-    """What is held against holding: the same model is far from itself where each run chooses for itself."""
+    """What is held against holding: some of these are far from themselves where each run chooses for itself.
+
+    Which of them depends on how a processor rounds; about every second is.
+    """
     monkeypatch.setattr("oomb.choices.nearly_tied", lambda scores, dim, found, ids, tolerance: found)
     with pytest.raises(Unsupported, match=r"attention differs|differs from the whole"):
-        chunked_backward(build(MANY["gpt-oss"], dtype=torch.bfloat16), torch.randint(512, (1, 40)), config=CONFIG)
+        for seed, name in itertools.product(range(4), ("gpt-oss", "mixtral", "glm4-moe, groups")):
+            model = build(MANY[name], dtype=torch.bfloat16, seed=seed)
+            chunked_backward(model, torch.randint(512, (1, 40)), config=CONFIG)
 
 
 class Crowded(torch.nn.Module):
-    """A router with room for few tokens an expert, so that what a token gets depends on those before it."""
+    """An expert has room for every second token only, so that what a token gets depends on those before it."""
 
     def __init__(self, router: torch.nn.Module) -> None:
         super().__init__()
@@ -57,9 +64,8 @@ class Crowded(torch.nn.Module):
 
     def forward(self, hidden):
         logits, *_ = self.router(hidden)
-        logits = logits - 3.0 * logits.abs().amax() * torch.nn.functional.one_hot(
-            torch.arange(len(logits), device=logits.device) % logits.shape[-1], logits.shape[-1]
-        )
+        place, expert = torch.arange(len(logits))[:, None], torch.arange(logits.shape[-1])
+        logits = logits - 3.0 * logits.abs().amax() * ((place + expert) % 2)
         values, ids = logits.topk(4, dim=-1)
         return logits, values.softmax(-1), ids
 

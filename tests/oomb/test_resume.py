@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -56,17 +57,28 @@ def same(one, other) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@functools.cache
+def whole_run(folder, evaluating):
+    """What a run that nothing interrupts logs and ends with; made once for all that are interrupted."""
+    logged = Losses()
+    whole = trainer(lora, folder / evaluating, logged, eval_strategy=evaluating, eval_steps=1)
+    whole.train()
+    return logged, weights(whole)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("whole")
+
+
 # In the fill, in the walk, in the second batch of a step, in the first step of the second epoch, after a step.
 @pytest.mark.parametrize(
     ("step", "done", "evaluating"),
     [(3, 2, "no"), (3, 6, "steps"), (3, 1, "no"), (5, 3, "steps"), (2, None, "no"), (4, None, "steps")],
 )
-def test_a_run_that_was_interrupted_goes_on_bit_for_bit(step, done, evaluating, tmp_path):
+def test_a_run_that_was_interrupted_goes_on_bit_for_bit(step, done, evaluating, folder, tmp_path):
     settings = {"eval_strategy": evaluating, "eval_steps": 1}
-    logged = Losses()
-    whole = trainer(lora, tmp_path / "whole", logged, **settings)
-    whole.train()
-
+    logged, ends = whole_run(folder, evaluating)
     stopped = trainer(lora, tmp_path / "stopped", StopAt(step, done), **settings)
     with pytest.raises(Interrupted) as caught:
         stopped.train()
@@ -81,7 +93,7 @@ def test_a_run_that_was_interrupted_goes_on_bit_for_bit(step, done, evaluating, 
     assert again.of("loss") == logged.of("loss")[last:]
     assert again.of("grad_norm") == logged.of("grad_norm")[last:]
     assert again.of("learning_rate") == logged.of("learning_rate")[last:]
-    assert same(weights(resumed), weights(whole))
+    assert same(weights(resumed), ends)
 
 
 def test_full_training_goes_on_bit_for_bit_from_a_saved_step(tmp_path):
