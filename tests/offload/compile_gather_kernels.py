@@ -21,7 +21,7 @@ def compile_one(arch, kernel, warps, constants):
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
     wide = compiled.asm["ptx"].count("ld.global.v2.b64")
-    return {"shared": compiled.metadata.shared, "wide": wide, **resources(compiled.asm["cubin"])}
+    return {"shared": compiled.metadata.shared, "wide": wide, **resources(compiled.asm)}
 
 
 if __name__ == "__main__":

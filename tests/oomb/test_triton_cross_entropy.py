@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.compiling import compiled
 from tests.numerics import relative
 
 triton_cross_entropy = pytest.importorskip("oomb.triton_cross_entropy")
@@ -93,29 +90,8 @@ def test_a_large_vocabulary(dtype):
         assert relative(mine, true) <= 2 * relative(theirs, true) + 5e-6  # Triton's exp is an approximation
 
 
-COMPILE = """
-import json, sys, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from tests.paged_kv.compile_kernels import resources
-from oomb import triton_cross_entropy as t
-for kernel in (t._loss_fwd_kernel, t._loss_bwd_kernel):
-    types = {"labels_ptr": "*i64", "logits_ptr": "*bf16", "dlogits_ptr": "*bf16", "columns": "i32"}
-    types["BLOCK"] = "constexpr"
-    signature = {name: types.get(name, "*fp32") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, {"BLOCK": t._BLOCK}, {})
-    done = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options={"num_warps": 8})
-    print(json.dumps(resources(done.asm["cubin"])))
-"""
-
-
 @pytest.mark.parametrize("arch", [80, 90])
 def test_the_kernels_compile_without_spilling(arch):
     pytest.importorskip("triton.backends.nvidia")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", COMPILE, str(arch)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = compiled(Path(__file__).with_name("compile_cross_entropy.py"), arch)
     assert len(rows) == 2 and all(row["stack"] == 0 for row in rows)
