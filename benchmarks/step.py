@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
 from offload import PinnedArena
 from oomb import ChunkConfig, chunked_backward
-from oomb.api import _profile
+from oomb.api import profile_of
 from oomb.hf import take_apart
 from oomb.host import HostLease, spare_bytes
 from oomb.step import PassContext
@@ -181,7 +181,7 @@ def prepare(name: str, model, ids: torch.Tensor) -> float:
     with shortened(model, 2):
         SYSTEMS[name](model, ids)
     if name != "rival":
-        _profile(take_apart(model), ids.shape[1])
+        profile_of(take_apart(model), ids.shape[1])
     torch.cuda.synchronize()
     return time.perf_counter() - start
 

@@ -44,6 +44,7 @@ NO_DROPOUT += ("router_jitter_noise", "input_jitter_noise")
 
 # Each must be exact. The comments say what is particular.
 EXACT = [
+    "Afmoe",  # views what attention returns
     "Apertus",
     "Arcee",
     "BioGpt",  # learned positions
@@ -62,6 +63,7 @@ EXACT = [
     "GraniteMoe",
     "Helium",
     "HunYuanDenseV1",
+    "JetMoe",  # views what attention returns
     "Ministral",
     "Mistral",
     "Mixtral",

@@ -202,7 +202,7 @@ def test_the_plan_counts_what_is_kept_of_a_selection(name, dtype, more, monkeypa
     with torch.no_grad():
         chunked_loss(model, tokens(2, 43), config=config)
     (kept,) = made
-    profile = api._profile(api.take_apart(model), 43)
+    profile = api.profile_of(api.take_apart(model), 43)
     lists = sum(ids.nbytes for ids, _ in kept.kept.values())
     features = [s._features[:, : s.pages] for s in kept.summaries.values()]
     assert memory._selection_bytes(config, profile, 2, 43) == kept.device_bytes

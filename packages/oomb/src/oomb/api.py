@@ -177,7 +177,7 @@ def _prepare(
             "fp32_main_grads and DDP do not go together: DDP reduces .grad before the sum over chunks is in it"
         )
     refuse_dropout(parts.causal)
-    profile = _profile(parts, batch.tokens)
+    profile = profile_of(parts, batch.tokens)
     if profile.router is not None and torch.is_grad_enabled() and reentrant_checkpointing(parts.decoder):
         raise Unsupported(
             "reentrant activation checkpointing hides the router's logits from the load-balancing loss: enable "
@@ -196,7 +196,7 @@ def _prepare(
     return _Run(parts, profile, batch, chunks, config, token_loss, past, context, rope, held, training, progress)
 
 
-def _profile(parts: Parts, tokens: int) -> Profile:
+def profile_of(parts: Parts, tokens: int) -> Profile:
     """The model's profile, probed once per configuration and (power of two of) length, kept on the model."""
     device = parts.device
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

@@ -16,11 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .unread import replaced
 
+Found = tuple[Tensor, Tensor]  # values and indices
+
 
 class _Choosing(TorchDispatchMode):
     """Every topk of the largest goes through `choose(scores, dim, what torch found)`."""
 
-    def __init__(self, choose: Callable[[Tensor, int, tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, choose: Callable[[Tensor, int, Found], Found]) -> None:
         super().__init__()
         self.choose = choose
 
@@ -31,6 +33,34 @@ class _Choosing(TorchDispatchMode):
         return self.choose(args[0], args[2] if len(args) > 2 else -1, found)
 
 
+@dataclass(frozen=True)
+class _Made:
+    """One call: what it chose, among scores of what shape, and how far above its mean a row's highest usually was."""
+
+    shape: torch.Size
+    ids: Tensor
+    above: Tensor
+
+    @staticmethod
+    def of(scores: Tensor, dim: int, ids: Tensor) -> _Made:
+        finite, values = scores.isfinite(), scores.float()
+        highest = values.masked_fill(~finite, -torch.inf).amax(dim)
+        mean = values.masked_fill(~finite, 0.0).sum(dim) / finite.sum(dim).clamp_min(1)
+        return _Made(scores.shape, ids, (highest - mean).clamp_min(0.0).mean())
+
+    def part(self, shape: torch.Size, dim: int, start: int, stop: int, tokens: int) -> Tensor | None:
+        """The rows of tokens `start` to `stop`; None if it is not told by tokens, or tokens were chosen among."""
+        if len(self.shape) != len(shape):
+            return None
+        other = [d for d, (a, b) in enumerate(zip(self.shape, shape, strict=True)) if a != b]
+        if not other:
+            return self.ids if stop - start == tokens else None
+        (d, *more) = other
+        if more or d == dim % len(shape) or (self.shape[d], shape[d]) != (tokens, stop - start):
+            return None
+        return self.ids.narrow(d, start, stop - start)
+
+
 @dataclass
 class Choices:
     """What one run over a whole sequence of `tokens` chose, for other runs over it, whole or in chunks.
@@ -39,14 +69,14 @@ class Choices:
     """
 
     tokens: int
-    made: dict[str, list[tuple[torch.Size, Tensor]]] = field(default_factory=dict)
+    made: dict[str, list[_Made]] = field(default_factory=dict)
 
     def noted(self, part: str) -> TorchDispatchMode:
         """While entered, what is chosen is written down."""
         made = self.made[part] = []
 
-        def note(scores: Tensor, dim: int, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            made.append((scores.shape, found[1]))
+        def note(scores: Tensor, dim: int, found: Found) -> Found:
+            made.append(_Made.of(scores, dim, found[1]))
             return found
 
         return _Choosing(note)
@@ -54,28 +84,19 @@ class Choices:
     def held(self, part: str, start: int, stop: int, tolerance: float) -> TorchDispatchMode:
         """While entered, one pass over tokens `start` to `stop` chooses what was chosen for them.
 
-        tolerance: as `nearly_tied`; beyond it a pass keeps its own choice
+        tolerance: how far below its own a choice may score, as a share of how far the highest are above the mean;
+            beyond it a pass keeps its own. What all scores have in common (a bias) chooses nothing, and does not count.
         """
         made = iter(self.made.get(part, []))
 
-        def choose(scores: Tensor, dim: int, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            shape, ids = next(made, (torch.Size(), found[1]))
-            ours = self._of(shape, ids, scores.shape, start, stop)
-            return found if ours is None else nearly_tied(scores, dim, found, ours, tolerance)
+        def choose(scores: Tensor, dim: int, found: Found) -> Found:
+            whole = next(made, None)
+            ids = None if whole is None else whole.part(scores.shape, dim, start, stop, self.tokens)
+            if whole is None or ids is None or ids.shape != found[1].shape:
+                return found
+            return nearly_tied(scores, dim, found, ids, tolerance * whole.above)
 
         return _Choosing(choose)
-
-    def _of(self, whole: torch.Size, ids: Tensor, part: torch.Size, start: int, stop: int) -> Tensor | None:
-        """The tokens' rows of what was chosen; None if it is not told by tokens."""
-        if len(whole) != len(part):
-            return None
-        other = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
-        if not other:
-            return ids if stop - start == self.tokens else None
-        (d, *more) = other
-        if more or whole[d] != self.tokens or part[d] != stop - start:
-            return None
-        return ids.narrow(d, start, stop - start)
 
     @contextmanager
     def layers_noted(self, layers: dict[str, nn.Module]) -> Iterator[None]:
@@ -119,17 +140,15 @@ def _around(
         yield
 
 
-def nearly_tied(
-    scores: Tensor, dim: int, found: tuple[Tensor, Tensor], ids: Tensor, tolerance: float
-) -> tuple[Tensor, Tensor]:
-    """`ids` instead of what was found, in rows where their scores are as high but for `tolerance`.
+def nearly_tied(scores: Tensor, dim: int, found: Found, ids: Tensor, tolerance: Tensor | float) -> Found:
+    """`ids` instead of what was found, in rows where their scores are as high but for `tolerance` and rounding.
 
     Shapes: found, and what is returned, are topk's values and indices; ids like the indices
-    tolerance: as a share of the row's largest score
+    tolerance: in the units of scores
     """
     values, order = scores.gather(dim, ids).sort(dim, descending=True)
     ids = ids.gather(dim, order)
     best, order = found[0].sort(dim, descending=True)
-    largest = torch.where(scores.isfinite(), scores, 0).abs().amax(dim, keepdim=True)
-    near = ((best - values).abs() <= tolerance * largest).all(dim, keepdim=True)
+    last_places = 2 * torch.finfo(scores.dtype).eps * best.abs() if scores.is_floating_point() else 0
+    near = ((best - values).abs() <= tolerance + last_places).all(dim, keepdim=True)
     return torch.where(near, values, best), torch.where(near, ids, found[1].gather(dim, order))

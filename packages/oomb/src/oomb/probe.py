@@ -102,7 +102,7 @@ class _Probe:
             column = sinks.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, column], -1)
         weights = scores.softmax(-1)[..., : k.shape[1]]
-        return torch.einsum("bhcs,bshd->bchd", weights, v).to(q.dtype)
+        return torch.einsum("bhcs,bshd->bchd", weights, v).to(q.dtype).contiguous()  # as attention's: layers view it
 
     def distance(self, other: _Probe) -> float:
         """How far the keys and values of any layer are from another run's, relative."""

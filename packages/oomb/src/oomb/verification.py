@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .api import chunked_backward
+from .api import chunked_backward, profile_of
 from .choices import Choices
 from .config import ChunkConfig
 from .hf import Parts, take_apart
 from .memory import Machine, layer_bytes
-from .probe import NOISE, Profile, probe
+from .probe import NOISE, Profile
 
 MOST_TOKENS = 2**16
 ALLOWED = 2.0  # times the whole run's own distance from the wider one
@@ -104,7 +104,9 @@ def verify(
     """
     parts = take_apart(model)
     length = tokens if input_ids is None else input_ids.shape[1]
-    profile = probe(parts, length)
+    cast = torch.autocast(parts.device.type, autocast, enabled=autocast is not None)
+    with cast:  # the step's own: another probe, among held layers, would be held to what it never asked
+        profile = profile_of(parts, length)
     check_room(parts, profile, length, parts.device, loaded=True)
     if input_ids is None:
         size = min(parts.vocab_size, parts.label_size)
@@ -112,7 +114,6 @@ def verify(
     ids = input_ids.to(parts.device)
     config = _short(config or ChunkConfig(), ids.shape[1], parts.device)
     dtype = autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())
-    cast = torch.autocast(parts.device.type, autocast, enabled=autocast is not None)
     choices, names = Choices(ids.shape[1]), profile.stack.names if profile.stack else ()
     with _undisturbed(model):
         name, reference = _reference(model, ids, cast, choices, names)
