@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from types import MethodType
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tests.models import build, configs
+from torch import nn
 
 from oomb import ChunkConfig, Unsupported, verification, verify
 from oomb.cli.main import main
@@ -162,3 +164,81 @@ def test_bench_times_several_chunk_lengths(capsys):
     assert all(float(line.split()[1]) > 0 for line in shown[2:5])
     assert main(["bench", "--device", "cpu", "--context", "64", "--chunk-tokens", "16", "--dry-run"]) == 0
     assert "would time chunks of 16" in capsys.readouterr().out
+
+
+class Packed(nn.Module):
+    """A linear layer as quantizers leave it: whole numbers and a scale, products in bfloat16 whatever comes in."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.scale = linear.weight.detach().abs().max() / 127
+        self.weight = nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def wide(self) -> torch.Tensor:
+        return (self.weight.float() * self.scale).bfloat16()
+
+    def forward(self, x):
+        return nn.functional.linear(x.bfloat16(), self.wide()).to(x.dtype)
+
+    def unpacked(self) -> nn.Linear:
+        linear = nn.Linear(*self.weight.shape[::-1], bias=False, dtype=torch.bfloat16)
+        linear.weight.data.copy_(self.wide())
+        return linear
+
+
+def quantized(layers: int, dtype: torch.dtype, *, way_back: bool = True) -> nn.Module:
+    """A model with adapters over quantized weights, what stays wide in `dtype`: peft's preparation makes it float32."""
+    config = configs()["qwen3"].to_dict() | {"num_hidden_layers": layers, "layer_types": None}
+    model = build(type(configs()["qwen3"])(**config), dtype=dtype)
+    model.requires_grad_(False)
+    for module in [*model.modules()]:
+        for name, child in [*module.named_children()]:
+            if isinstance(child, nn.Linear) and child is not model.lm_head:
+                setattr(module, name, nn.Sequential(Packed(child)))
+    model.is_quantized = True
+
+    def dequantize(self):
+        if not way_back:
+            raise NotImplementedError("none of this kind")
+        for module in self.modules():
+            if isinstance(module, nn.Sequential) and isinstance(module[0], Packed):
+                module[0] = module[0].unpacked()
+        self.is_quantized = False
+
+    model.dequantize = MethodType(dequantize, model)
+    for p in model.parameters():
+        if p.is_floating_point():
+            p.requires_grad_()
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layers", [3, 24])
+def test_quantized_weights_are_held_to_what_they_stand_for(monkeypatch, dtype, layers):
+    model = quantized(layers, dtype)
+    found = verify(model, config=CONFIG, tokens=50)
+    assert found.passed, "\n".join(found.lines())
+    assert found.reference == "float32" and found.total.whole > 1e-3
+    assert model.is_quantized and not any("weight" in one.name and "proj.0" in one.name for one in found.parameters)
+    right = verification.chunked_backward
+
+    def wrong(model, ids, **more):
+        loss = right(model, ids, **more)
+        model.model.layers[1].self_attn.q_norm.weight.grad *= 1.3
+        return loss
+
+    monkeypatch.setattr(verification, "chunked_backward", wrong)
+    assert verify(model, config=CONFIG, tokens=50).culprit.name == "model.layers.1.self_attn.q_norm.weight"
+
+
+def test_quantized_weights_without_a_way_back_are_refused():
+    with pytest.raises(ValueError, match="wider precision, and these quantized weights have none: none of this kind"):
+        verify(quantized(3, torch.float32, way_back=False), config=CONFIG, tokens=50)
+
+
+def test_a_reference_that_is_another_model_shows_nothing(monkeypatch):
+    """Packed weights that are unpacked wrongly: both runs are as far from it, and within what is allowed."""
+    monkeypatch.setattr(Packed, "unpacked", lambda self: nn.Linear(*self.weight.shape[::-1], bias=False))
+    found = verify(quantized(3, torch.bfloat16), config=CONFIG, tokens=50)
+    assert not found.passed and found.culprit is found.total
+    assert re.fullmatch(r"FAILED +the whole run is itself [0-9.e+]+ from float32: it shows nothing", found.lines()[-1])

@@ -191,7 +191,7 @@ def probe(parts: Parts, length: int) -> Profile:
         touched.after_one()
 
         def run(chunk: int) -> tuple[Tensor, _Probe]:
-            return _chunked_run(parts, ids, chunk, length, choices, NOISE[_precision(own.hidden)])
+            return _chunked_run(parts, ids, chunk, length, choices, NOISE[precision_of(parts, own.hidden.dtype)])
 
         with attention_installed(parts.causal, ASKING):
             whole, one = run(tokens)
@@ -201,7 +201,7 @@ def probe(parts: Parts, length: int) -> Profile:
     if not bool(torch.isfinite(own.hidden).all()):
         raise ValueError(f"{name}: its hidden states are not finite; do its weights hold NaN or inf?")
     _check_calls(parts, many, -(-tokens // PROBE_CHUNK))
-    kind = _precision(own.hidden)
+    kind = precision_of(parts, own.hidden.dtype)
     noise = _distance(whole, own.hidden)
     if not noise <= NOISE[kind]:
         raise Unsupported(
@@ -369,13 +369,17 @@ def _check_calls(parts: Parts, context: _Probe, chunks: int) -> None:
             )
 
 
-def _precision(hidden: Tensor) -> torch.dtype:
-    """The narrowest precision the hidden states went through: the residual stream stays wide under autocast."""
-    device = hidden.device.type
+def precision_of(parts: Parts, hidden: torch.dtype) -> torch.dtype:
+    """The narrowest precision that `hidden` states went through: the residual stream stays wide under autocast, and
+    around quantized weights, which multiply in 16 bits.
+    """
+    device = parts.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
+    if getattr(parts.causal, "is_quantized", False):
+        return torch.bfloat16
     products: Any = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    return FEWER_DIGITS.get(products.fp32_precision, hidden.dtype) if hidden.dtype == torch.float32 else hidden.dtype
+    return FEWER_DIGITS.get(products.fp32_precision, hidden) if hidden == torch.float32 else hidden
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
