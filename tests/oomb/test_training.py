@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from tests.dense import dense_loss
 from tests.models import build, configs
 from tests.numerics import gradient_errors, gradients, relative
 from tests.oomb.test_exact import tokens
+from tests.oomb.two_processes import in_two_processes
 
 import oomb.step
 from oomb import ChunkConfig, chunked_backward, chunked_loss
@@ -270,10 +270,8 @@ def test_prompt_learning_is_refused():
         chunked_loss(model, tokens(1, 12), config=CONFIG)
 
 
-def _ddp_worker(rank: int, port: int, queue) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def _reduced(rank: int, _folder: Path) -> list[dict[str, torch.Tensor]]:
+    dist.init_process_group("gloo")
     model = build(configs()["qwen2"])
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     labels = tokens(1, 23, rank)
@@ -281,23 +279,14 @@ def _ddp_worker(rank: int, port: int, queue) -> None:
     chunked_backward(ddp, tokens(1, 23, rank), labels=labels, config=CONFIG)
     first = gradients(model)
     chunked_loss(ddp, tokens(1, 23, rank), labels=labels, config=CONFIG).backward()
-    queue.put((rank, {n: g.numpy() for n, g in first.items()}, {n: g.numpy() for n, g in gradients(model).items()}))
-    dist.destroy_process_group()
+    return [first, gradients(model)]
 
 
-def test_data_parallel_over_two_processes():
-    context = mp.get_context("spawn")
-    queue, port = context.Queue(), 29500 + os.getpid() % 1000
-    workers = [context.Process(target=_ddp_worker, args=(rank, port, queue)) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    results = [queue.get(timeout=120) for _ in workers]
-    for worker in workers:
-        worker.join()
+def test_data_parallel_over_two_processes(tmp_path):
+    results = in_two_processes(_reduced, tmp_path)
     model = build(configs()["qwen2"])
     labels = [tokens(1, 23, rank).index_fill(1, torch.arange(7), -100) for rank in range(2)]
     sum(dense_loss(model, tokens(1, 23, rank), labels=labels[rank]) / 2 for rank in range(2)).backward()
     dense = gradients(model)
-    for _, *both in results:
-        for ours in both:
-            assert max(gradient_errors({n: torch.from_numpy(g) for n, g in ours.items()}, dense)) <= 1e-10
+    for ours in [*results[0], *results[1]]:
+        assert max(gradient_errors(ours, dense)) <= 1e-10
