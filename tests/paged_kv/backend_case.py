@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
 from tests.numerics import relative
+from tests.paged_kv.oracle import poisoned
 from torch import Tensor
 
-from paged_kv import Segment
+from paged_kv import Segment, triton_attention
 from paged_kv.past import Geometry
 from paged_kv.triton_problem import Problem
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "past dk", "past dv")
-
-
-def without_boxes() -> AbstractContextManager:
-    """Launches as on a chip that fetches no boxes."""
-    return mock.patch.object(Problem, "boxes", False)
 
 
 @dataclass
@@ -197,6 +192,14 @@ class Case:
                 added[slot, :count] = 0.0
         assert not added.any(), "a gradient was written where there is no past"
         return torch.cat(parts) if parts else added.new_zeros(0, self.groups, self.dim)
+
+    def check_without_boxes(self) -> None:
+        """As on a chip that fetches no boxes: right, and the bits of one that does."""
+        boxes = self.run(triton_attention)
+        with mock.patch.object(Problem, "boxes", False), poisoned():
+            pointers = self.run(triton_attention)
+        self.check(pointers)
+        assert all(torch.equal(a, b) for a, b in zip(boxes, pointers, strict=True))
 
     def check(self, ours: list[Tensor]) -> None:
         """At most twice as far from float64 as the plain computation in the same dtype; never NaN.
