@@ -160,10 +160,11 @@ def median_ms(call, *, graph: bool = False, rep: int = 120) -> float:
 
 @dataclass(frozen=True)
 class Timed:
-    """Something to time; `repeats`: how often one call does it."""
+    """Something to time; `repeats`: how often one call does it; `keeps`: what must live as long."""
 
     call: Callable[[], object]
     repeats: int = 1
+    keeps: object = None
 
     @staticmethod
     def in_graph(call: Callable[[], object], repeats: int = 20) -> Timed:
@@ -174,7 +175,7 @@ class Timed:
         with torch.cuda.graph(graph):
             for _ in range(repeats):
                 call()
-        return Timed(graph.replay, repeats)
+        return Timed(graph.replay, repeats, keeps=call)  # a graph does not hold the tensors that it reads
 
 
 def side_by_side(systems: dict[str, Timed], *, seconds: float = 2.0) -> list[dict[str, float]]:

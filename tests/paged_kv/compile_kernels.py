@@ -65,14 +65,13 @@ def constants_of(kernel, dim, dtype, flags, capability):
         parts = {"PARTS": 4} if kernel == "merge_parts" else {}
         return {"HEADS": 28, "HEAD_DIM": dim, "DIM": triton.next_power_of_2(dim), "BLOCK": 32} | parts, 4, 3
     if kernel == "sinks":
-        return {"GROUPS": 4, "REPEAT": 7, "BLOCK": 2048}, 8, 3
+        return {"GROUPS": 4, "REPEAT": 7, "SPACING": 1, "BLOCK": 2048}, 8, 3
     shape = {"GROUPS": 4, "REPEAT": 7, "HEAD_DIM": dim, "DIM": triton.next_power_of_2(dim)}
     if kernel == "prepare":
         return shape | {"BLOCK_M": 64}, 4, 3
     if kernel.startswith("window"):
-        return window_constants(
-            kernel, shape | {"PAGE": 128}, flags, tile_for(kernel, shape["DIM"], DTYPES[dtype], (9, 0))
-        )
+        values, tile = window_constants(kernel, shape | {"PAGE": 128}, flags, dtype)
+        return values, tile.warps, tile.stages, triton_window_launch.registers_of(tile, values)
     tile = tile_for(kernel, shape["DIM"], DTYPES[dtype], capability)
     values = shape | {
         "PAGE": 128, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "WINDOW": "window" in flags,
@@ -87,31 +86,37 @@ def constants_of(kernel, dim, dtype, flags, capability):
     return values | {"AHEAD": tile.ahead, "SINKS": "sinks" in flags}, tile.warps, tile.stages
 
 
-def window_constants(kernel, shape, flags, tile):
+def window_constants(kernel, shape, flags, dtype):
     """As triton_window_launch makes them. `flags` start with the window; whole: a tile has several heads; uneven: of
     several lengths; first: there is no past, or none that takes gradients."""
-    shape |= {"REPEAT": 8 if "whole" in flags else 7, "WINDOW": int(flags[0]), "STAGES": tile.stages}
+
+    def tile_of(kernel):
+        return tile_for(kernel, shape["DIM"], DTYPES[dtype], (9, 0))
+
+    tile = tile_of(kernel)
+    shape |= {"REPEAT": 8 if "whole" in flags else 7, "WINDOW": int(flags[0])}
     shape |= {"DOCUMENTS": "documents" in flags, "UNIFORM": "uneven" not in flags}
     heads = triton_window_launch.heads_of(tile, shape["REPEAT"], triton_window_launch.DKDV_HEADS)
     if kernel == "window dkdv":
         shape |= heads | {"BLOCK_N": tile.keys, "PAST": "first" not in flags, "ATOMIC": "atomic" in flags}
-        return shape, tile.warps, tile.stages
-    shape |= {"SINKS": "sinks" in flags} if kernel == "window fwd" else {"TOGETHER": heads["SHARE"]}
-    return shape | triton_window_launch.tiling_of(shape["WINDOW"], tile, shape["REPEAT"]), tile.warps, tile.stages
+    elif kernel == "window fwd":
+        shape |= triton_window_launch.tiling_of(shape["WINDOW"], tile, shape["REPEAT"]) | {"SINKS": "sinks" in flags}
+    else:
+        tile, tiling = triton_window_launch.dq_tiling(tile_of, shape["WINDOW"], shape["REPEAT"], shape["HEAD_DIM"])
+        shape |= tiling | {"TOGETHER": heads["SHARE"]}
+    return shape | {"STAGES": tile.stages}, tile
 
 
 def compile_one(arch, name):
     kernel, dim, dtype, *flags = name.split("/")
     function = KERNELS[kernel]
-    constants, warps, stages = constants_of(kernel, int(dim), dtype, flags, divmod(arch, 10))
+    constants, warps, stages, *limits = constants_of(kernel, int(dim), dtype, flags, divmod(arch, 10))
     assert set(constants) <= set(function.arg_names), set(constants) - set(function.arg_names)
     signature = {n: "constexpr" if n in constants else describe(n, dtype, flags, constants) for n in function.arg_names}
     aligned = [i for i, n in enumerate(function.arg_names) if signature[n].startswith("*")]
     source = ASTSource(function, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    if kernel.startswith("window"):
-        tile = tile_for(kernel, constants["DIM"], DTYPES[dtype], divmod(arch, 10))
-        options |= triton_window_launch.registers_of(tile, constants)
+    options |= limits[0] if limits else {}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return {
         "arch": arch, "name": name, "shared": compiled.metadata.shared, "wgmma": "wgmma" in compiled.asm["ptx"],

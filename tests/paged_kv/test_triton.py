@@ -58,7 +58,7 @@ TILES = {
 
 
 def with_tiles(name):
-    return mock.patch.object(triton_problem, "tile_for", lambda kernel, *a, **k: TILES[name][kernel])
+    return mock.patch.object(triton_problem, "tile_for", lambda kernel, *a, **k: TILES[name][kernel.split(",")[0]])
 
 
 @st.composite
@@ -395,7 +395,7 @@ def test_the_table_has_a_tile_for_everything():
                 for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
                     tile = tile_for(kernel, dim, dtype, capability)
                     assert 128 % tile.rows == 0  # LSE and delta are padded to 128 rows
-    for kernel in ("window fwd", "window dkdv", "window dq"):
+    for kernel in ("window fwd", "window dkdv", "window dq", "window dq, more keys"):
         for dim in (64, 128):
             tile_for(kernel, dim, torch.bfloat16, (9, 0))
 
@@ -436,14 +436,17 @@ def test_a_small_window_of_wide_heads(dim):
         case.check(case.run(triton_attention))
 
 
-@pytest.mark.parametrize("repeat", [7, 8])
+@pytest.mark.parametrize("repeat, window, held", [(7, 64, True), (8, 64, True), (7, 128, False)])
 @pytest.mark.parametrize("accumulate", ["owner", "atomic"])
-def test_a_window_with_the_tiles_of_the_table(repeat, accumulate):
-    """Past, the edge between past and own block, and rows that see their own block only; uneven lengths."""
+def test_a_window_with_the_tiles_of_the_table(repeat, window, held, accumulate):
+    """Past, the edge between past and own block, and rows that see their own block only; uneven lengths. Where
+    registers do not hold all weights of a row, delta comes from the output."""
     case = Case(
-        batch=2, tokens=120, heads=repeat, groups=1, lengths=(200, 9), window=64, page=64, dtype=torch.float16,
-        grad_dtype=torch.float32,
+        batch=2, tokens=window + 56, heads=repeat, groups=1, lengths=(200, 9), window=window, page=64,
+        dtype=torch.float16, grad_dtype=torch.float32,
     )  # fmt: skip
+    tile_of = triton_problem.Problem.of(case.q, case.k, case.v, case.geometry).tile
+    assert triton_window_launch.dq_tiling(tile_of, window, repeat, 64)[1]["HELD"] is held
     case.check(case.run(triton_attention, accumulate=accumulate))
 
 

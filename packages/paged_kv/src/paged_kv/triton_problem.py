@@ -175,7 +175,8 @@ class Rows:
     """What the backward reads of each row.
 
     Shapes: q, dout [B * G, M, D] and lse (base 2), delta [B * G, M or more] float32 where they were laid out by rows,
-        M = C * R; else q, dout [B, C, H, D] and lse, delta [B * H / S, C * S or more], S heads of a token in a row
+        M = C * R; else q, dout [B, C, H, D] and lse, delta [B * H / S, C * S or more], S heads of a token in a row, a
+        row's two numbers side by side
     """
 
     q: Tensor

@@ -12,21 +12,21 @@ Source: FlashAttention-2 (arXiv 2307.08691), attention sinks as in GPT-OSS (arXi
 import triton
 import triton.language as tl
 
-from .triton_window_keys import _seen, _window_keys
+from .triton_window_keys import _own_keys, _seen, _window_keys
 
 
 @triton.jit
 def _window_fwd(
-    q_rows, out_rows, lse_ptr, sinks_ptr, k, v, exists, low, first_query, group, heads, tokens, batch, scale_log2,
+    q_rows, out_rows, lse_ptr, sinks_ptr, k, v, exists, low, first_query, group, tokens, batch, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, DIM: tl.constexpr, SHARE: tl.constexpr, QUERIES: tl.constexpr,
     WINDOW: tl.constexpr, STARTS: tl.constexpr, WIDTHS: tl.constexpr, SINKS: tl.constexpr, STAGES: tl.constexpr,
     LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and LSE of the first `heads` of a group; LIMITED: keys may be missing, or lie before a row's `low`."""
+    """Outputs and LSE of a group's heads; LIMITED: keys may be missing, or lie before a row's `low`."""
     TILES: tl.constexpr = len(WIDTHS)
     row = tl.arange(0, QUERIES * SHARE)
     behind = row // SHARE
-    for step in tl.range(0, heads // SHARE, num_stages=STAGES):
+    for step in tl.range(0, REPEAT // SHARE, num_stages=STAGES):
         head = group * REPEAT + step * SHARE
         q = q_rows.load([batch, first_query, head, 0]).reshape(QUERIES * SHARE, DIM)
         scores = ()
@@ -71,14 +71,15 @@ def _window_fwd_kernel(
     group = tl.program_id(0) % GROUPS
     first_query = tl.program_id(0) // GROUPS * QUERIES
     batch = tl.program_id(1)
-    k, v, exists, low, limited = _window_keys(
-        k_own, v_own, k_pages, v_pages, slots_ptr, lengths_ptr, documents_ptr, one_length, first_query, columns, first,
-        tokens, batch, group, GROUPS, REPEAT, HEAD_DIM, DIM, PAGE, SHARE, QUERIES, WINDOW, STARTS, WIDTHS, DOCUMENTS,
-        UNIFORM)  # fmt: skip
-    _window_fwd(q_rows, out_rows, lse_ptr, sinks_ptr, k, v, exists, low, first_query, group, limited, tokens, batch,
-                scale_log2, GROUPS, REPEAT, DIM, SHARE, QUERIES, WINDOW, STARTS, WIDTHS, SINKS, STAGES,
-                True)  # fmt: skip
-    if not DOCUMENTS:
-        _window_fwd(q_rows, out_rows, lse_ptr, sinks_ptr, k, v, exists, low, first_query, group, REPEAT - limited,
-                    tokens, batch, scale_log2, GROUPS, REPEAT, DIM, SHARE, QUERIES, WINDOW, STARTS, WIDTHS, SINKS,
-                    STAGES, False)  # fmt: skip
+    if DOCUMENTS or first_query < WINDOW:
+        k, v, exists, low = _window_keys(
+            k_own, v_own, k_pages, v_pages, slots_ptr, lengths_ptr, documents_ptr, one_length, first_query, columns,
+            first, tokens, batch, group, GROUPS, HEAD_DIM, DIM, PAGE, SHARE, QUERIES, WINDOW, STARTS, WIDTHS, DOCUMENTS,
+            UNIFORM)  # fmt: skip
+        _window_fwd(q_rows, out_rows, lse_ptr, sinks_ptr, k, v, exists, low, first_query, group, tokens, batch,
+                    scale_log2, GROUPS, REPEAT, DIM, SHARE, QUERIES, WINDOW, STARTS, WIDTHS, SINKS, STAGES,
+                    True)  # fmt: skip
+    else:
+        k, v = _own_keys(k_own, v_own, first_query, tokens, batch, group, GROUPS, HEAD_DIM, DIM, WINDOW, STARTS, WIDTHS)
+        _window_fwd(q_rows, out_rows, lse_ptr, sinks_ptr, k, v, k, 0, first_query, group, tokens, batch, scale_log2,
+                    GROUPS, REPEAT, DIM, SHARE, QUERIES, WINDOW, STARTS, WIDTHS, SINKS, STAGES, False)  # fmt: skip

@@ -62,12 +62,12 @@ def _window_tiles(
 @triton.jit
 def _window_keys(
     k_own, v_own, k_pages, v_pages, slots_ptr, lengths_ptr, documents_ptr, one_length, first_query, columns, first,
-    tokens, batch, group, GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    PAGE: tl.constexpr, SHARE: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr,
-    WIDTHS: tl.constexpr, DOCUMENTS: tl.constexpr, UNIFORM: tl.constexpr,
+    tokens, batch, group, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    SHARE: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr, WIDTHS: tl.constexpr,
+    DOCUMENTS: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
-    """All that QUERIES queries from `first_query` on see: keys and values in tiles, which exist, from which of them on
-    each of the tile's rows may look, and for how many heads of the group that is to be asked (all or none)."""
+    """All that QUERIES queries from `first_query` on see: keys and values in tiles, which exist, and from which of them
+    on each of the tile's rows may look."""
     length = one_length
     if not UNIFORM:
         length = tl.load(lengths_ptr + batch)
@@ -79,10 +79,28 @@ def _window_keys(
     k, v, exists = _window_tiles(k_own, v_own, k_pages, v_pages, slots_ptr + batch.to(tl.int64) * columns, base, length,
                                  first, columns, tokens, batch, group, GROUPS, HEAD_DIM, DIM, PAGE, STARTS,
                                  WIDTHS)  # fmt: skip
-    limited = REPEAT
-    if not DOCUMENTS:  # keys are missing where the tile's begin in the past
-        limited = tl.where(base < 0, REPEAT, 0)
-    return k, v, exists, low, limited
+    return k, v, exists, low
+
+
+@triton.jit
+def _own_keys(
+    k_own, v_own, first_query, tokens, batch, group, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    WINDOW: tl.constexpr, STARTS: tl.constexpr, WIDTHS: tl.constexpr,
+):  # fmt: skip
+    """As _window_keys for queries whose whole window lies in the own block: no key is missing, but behind the end."""
+    TILES: tl.constexpr = len(WIDTHS)
+    base = first_query - WINDOW
+    dims = tl.arange(0, DIM)[None, :]
+    first = (((batch * tokens).to(tl.int64) + base) * GROUPS + group) * HEAD_DIM
+    k_tiles = ()
+    v_tiles = ()
+    for i in tl.static_range(TILES):
+        key = STARTS[i] + tl.arange(0, WIDTHS[i])
+        offsets = key[:, None] * (GROUPS * HEAD_DIM) + dims
+        inside = (base + key < tokens)[:, None] & (dims < HEAD_DIM)
+        k_tiles += (tl.load(k_own + first + offsets, mask=inside, other=0.0),)  # type: ignore[assignment]
+        v_tiles += (tl.load(v_own + first + offsets, mask=inside, other=0.0),)  # type: ignore[assignment]
+    return k_tiles, v_tiles
 
 
 @triton.jit

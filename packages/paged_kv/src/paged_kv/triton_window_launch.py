@@ -6,6 +6,7 @@ Letters: B batch · C chunk tokens · P tokens a page · H query heads · G KV h
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -66,23 +67,23 @@ def window_forward(p: Problem, segment: Segment | None, out: Tensor, lse: Tensor
 def window_dq(p: Problem, segment: Segment | None, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor) -> Rows:
     """dQ, and what the gradients of keys and sinks need of each row: LSE and delta.
 
-    Shapes: lse, delta [B * H / S, padded * S]: a step of dK, dV takes S heads, and whole tiles of queries
+    Shapes: lse, delta [B * H / S, padded * S], neighbours in memory: a step of dK, dV takes S heads, and whole tiles of
+        queries
     """
-    tile = p.tile("window dq")
+    tile, tiling = dq_tiling(p.tile, p.window, p.repeat, p.dim)
     keys = _Keys.of(p, segment)
-    tiling = tiling_of(p.window, tile, p.repeat)
     whole = p.tile("window dkdv").rows
     padded = triton.cdiv(p.tokens, whole) * whole
     together = heads_of(p.tile("window dkdv"), p.repeat, DKDV_HEADS)["SHARE"]
-    shape = (p.batch * p.groups * p.repeat // together, padded * together)
-    row_lse, delta = (torch.empty(shape, device=p.q.device, dtype=torch.float32) for _ in range(2))
+    shape = (p.batch * p.groups * p.repeat // together, padded * together, 2)
+    stats = torch.empty(shape, device=p.q.device, dtype=torch.float32)
     boxes = [_boxes(x, tiling) for x in (p.q, dout, out, dq)]
     _window_dq_kernel[triton.cdiv(padded, tiling["QUERIES"]) * p.groups, p.batch](
-        *boxes, lse, p.k, p.v, keys.k, keys.v, keys.slots, keys.lengths, keys.documents, row_lse, delta,
+        *boxes, lse, p.k, p.v, keys.k, keys.v, keys.slots, keys.lengths, keys.documents, stats,
         p.length or 0, p.tokens, padded, keys.columns, keys.first, p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
         TOGETHER=together, **_constants(p, tile, tiling),
     )  # fmt: skip
-    return Rows(p.q, dout, row_lse, delta)
+    return Rows(p.q, dout, *stats.unbind(2))
 
 
 def window_dkdv(p: Problem, rows: Rows, segment: Segment | None, dk: Tensor, dv: Tensor, accumulate: str) -> None:
@@ -102,7 +103,7 @@ def window_dkdv(p: Problem, rows: Rows, segment: Segment | None, dk: Tensor, dv:
     for batch, count in [(0, p.batch)] if together else [(b, 1) for b in range(p.batch)]:
         _window_dkdv_kernel[programs, count](
             _boxes(p.q, heads), _boxes(rows.dout, heads), p.k, p.v, keys.k, keys.v, keys.slots, grad_slots,
-            keys.lengths, keys.documents, rows.lse, rows.delta, pages_dk, pages_dv, dk, dv,
+            keys.lengths, keys.documents, rows.lse, pages_dk, pages_dv, dk, dv,
             batch, p.length or 0, p.tokens, rows.lse.shape[1] // heads["SHARE"], keys.columns, keys.first, past_tiles,
             p.geometry.scale, p.geometry.scale * _LOG2E,
             BLOCK_N=tile.keys, PAST=past_tiles > 0, ATOMIC=accumulate == "atomic", **_constants(p, tile, heads),
@@ -156,6 +157,17 @@ def tiling_of(window: int, tile: Tile, repeat: int) -> dict[str, Any]:
     widths = widths_of(window + rows["QUERIES"], tile.widest)
     starts = tuple(accumulate(widths[:-1], initial=0))
     return rows | {"STARTS": starts, "WIDTHS": widths}
+
+
+def dq_tiling(tile_of: Callable[[str], Tile], window: int, repeat: int, dim: int) -> tuple[Tile, dict[str, Any]]:
+    """HELD: of the 255 registers of 128 threads there are enough for 64 rows' weights, their gradients and dQ."""
+    for kernel in ("window dq", "window dq, more keys"):
+        tile = tile_of(kernel)
+        tiling = tiling_of(window, tile, repeat)
+        tiling["HELD"] = sum(tiling["WIDTHS"]) + triton.next_power_of_2(dim) // 2 <= 192
+        if tiling["HELD"]:
+            break
+    return tile, tiling
 
 
 def widths_of(span: int, most: int) -> tuple[int, ...]:
