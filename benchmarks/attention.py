@@ -11,8 +11,9 @@ windows' products of at most 64 keys, and /2 or /3 for two or three programs on 
 packages/paged_kv/src/paged_kv/triton_tiles.py.
 
 TFLOP/s count what the queries see: 4 · H · D · pairs forward, 2.5 times that backward. All systems of a row are timed
-in turn, round by round; a ratio is the median of the rounds' ratios, so that it does not move with the clock as the
-figures do. Every configuration is checked against float64 on sampled queries and keys before it is timed.
+in turn, round by round, a tenth of a second each after half of that untimed; a ratio is the median of the rounds'
+ratios, so that it does not move with the clock as the figures do. Every configuration is checked against float64 on
+sampled queries and keys before it is timed.
 """
 
 from __future__ import annotations

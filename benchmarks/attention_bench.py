@@ -178,30 +178,37 @@ class Timed:
         return Timed(graph.replay, repeats, keeps=call)  # a graph does not hold the tensors that it reads
 
 
-def side_by_side(systems: dict[str, Timed], *, seconds: float = 2.0) -> list[dict[str, float]]:
+def side_by_side(systems: dict[str, Timed], *, rounds: int = 6, seconds: float = 0.1) -> list[dict[str, float]]:
     """Milliseconds of each system, round by round, every other round in reverse order.
 
-    Clocks and temperature drift over seconds; within a round all systems meet the same. The GPU is given a head start,
-    so that it never waits for a launch.
+    Clocks and temperature drift over seconds; within a round all systems meet the same. A turn begins with half as many
+    calls that are not timed: a single call would run at whatever clock the system before it left, where work that goes
+    on keeps the chip at the clock that its own power allows.
     """
-    for system in systems.values():
-        system.call()
 
-    def once(order: list[str]) -> dict[str, float]:
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(order) + 1)]
-        torch.cuda._sleep(3_000_000)
-        marks[0].record()
-        for name, mark in zip(order, marks[1:]):
-            systems[name].call()
-            mark.record()
+    def run(system: Timed, calls: int) -> None:
+        for _ in range(calls):
+            system.call()
+
+    def turn(system: Timed, calls: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)  # a head start, so that the GPU never waits for a launch
+        run(system, (calls + 1) // 2)
+        start.record()
+        run(system, calls)
+        end.record()
         torch.cuda.synchronize()
-        return {n: a.elapsed_time(b) / systems[n].repeats for n, a, b in zip(order, marks, marks[1:])}
+        return start.elapsed_time(end) / calls
 
     order = list(systems)
-    first = once(order)
-    total = sum(ms * systems[name].repeats for name, ms in first.items())
-    rounds = min(30, max(6, round(1000 * seconds / total)))
-    return [once(order if i % 2 else order[::-1]) for i in range(rounds)]
+    calls = {}
+    for name in order:
+        run(systems[name], 1)
+        calls[name] = max(1, round(1000 * seconds / turn(systems[name], 1)))
+    return [
+        {n: turn(systems[n], calls[n]) / systems[n].repeats for n in (order if i % 2 else order[::-1])}
+        for i in range(rounds)
+    ]
 
 
 DENSE = {64: Config(dim=64), 128: Config(), 256: Config(heads=14, groups=2, dim=256)}

@@ -11,7 +11,7 @@ from tests.numerics import relative
 from tests.paged_kv.oracle import poisoned
 from torch import Tensor
 
-from paged_kv import Segment, triton_attention
+from paged_kv import Segment, function, triton_attention
 from paged_kv.past import Geometry
 from paged_kv.triton_problem import Problem
 
@@ -118,6 +118,21 @@ class Case:
             past_grad=True, accumulate=accumulate,
         )  # fmt: skip
         return [out, lse, dq, dk, dv, *grads]
+
+    def sinks_grads(self, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient of sinks: of the Triton backend, the true one in float64, and what the rounded output says."""
+        grads = (self.earlier.clone(), self.earlier.clone())
+        inputs = (self.q, self.k, self.v)
+        out, lse = triton_attention.forward(*inputs, self.segments(), self.geometry, sinks=sinks)
+        ours = triton_attention.backward_with_sinks(
+            self.dout, *inputs, out, lse, self.segments(grads), self.geometry,
+            sinks=sinks, past_grad=True, accumulate="owner",
+        )[3]  # fmt: skip
+        _, exact_out, exact_lse = self._dense_forward(torch.float64)
+        exact = function._apply_sinks(exact_out.detach(), exact_lse.detach(), sinks.double())
+        true = function._sinks_grad(self.dout.double(), *exact, sinks.double())
+        assert ours is not None
+        return ours, true, function._sinks_grad(self.dout, out, lse, sinks)
 
     def dense(self, dtype: torch.dtype = torch.float64) -> list[Tensor]:
         """The same by one matrix of scores and autograd; the last two are the past's gradients, [tokens, G, D]."""

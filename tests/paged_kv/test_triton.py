@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.numerics import relative
 from tests.paged_kv.backend_case import Case
 from tests.paged_kv.oracle import Problem, SplitPast, poisoned, pool_for
 from tests.paged_kv.test_reference import Largest, expected, walk, weight_for
@@ -448,6 +449,14 @@ def test_a_window_with_the_tiles_of_the_table(repeat, window, held, accumulate):
     tile_of = triton_problem.Problem.of(case.q, case.k, case.v, case.geometry).tile
     assert triton_window_launch.dq_tiling(tile_of, window, repeat, 64)[1]["HELD"] is held
     case.check(case.run(triton_attention, accumulate=accumulate))
+
+
+@pytest.mark.parametrize("repeat, window, held", [(8, 64, True), (7, 128, False), (4, 300, False)])
+def test_the_gradient_of_sinks(repeat, window, held):
+    """Registers that hold all weights of a row know delta; other kernels know what the rounded output says of it."""
+    case = Case(tokens=90, heads=repeat, groups=1, lengths=(400,), window=window, page=64, dtype=torch.float16)
+    ours, exact, rounded = case.sinks_grads(torch.linspace(-2, 2, repeat))
+    assert relative(ours, exact if held else rounded) < 1e-4
 
 
 @pytest.mark.parametrize("window", [None, 64])

@@ -45,7 +45,7 @@ _HOPPER = {
 _WINDOW = {
     ("window fwd", 64): Tile(64, 16, 4, 1, per_sm=4),
     ("window fwd", 128): Tile(64, 32, 4, 1, per_sm=2, widest=32),
-    ("window dq", 64): Tile(64, 32, 4, 2, per_sm=2),
+    ("window dq", 64): Tile(64, 32, 4, 3, per_sm=2),
     ("window dq", 128): Tile(64, 32, 4, 1, per_sm=2, widest=32),
     ("window dq, more keys", 64): Tile(64, 64, 4, 3, per_sm=2, widest=64),
     ("window dq, more keys", 128): Tile(64, 32, 4, 1, per_sm=2, widest=32),
