@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Triton reads this when a kernel is decorated, so it must be set before the first import of a kernel.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# What a script starts with `&` ignores Ctrl-C, and so would every process that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Parallel workers share the cores: more threads than one each only makes them wait for one another.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))

@@ -113,6 +113,24 @@ def test_sigterm_leaves_a_checkpoint_too(tmp_path):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_a_signal_that_is_ignored_stays_ignored(monkeypatch):
+    """As Ctrl-C in what a script started with `&`; and one that something else than Python handles."""
+    interrupts = Interrupts()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts.listening():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert interrupts.number is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert interrupts.number == signal.SIGTERM
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    with interrupts.listening():
+        pass
+
+
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path):
     with pytest.raises(Interrupted) as caught:
         trainer(model, tmp_path, StopAt(1, 2)).train()

@@ -35,11 +35,15 @@ class Interrupts:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Note signals instead of acting on them; only the main thread may, others leave signals alone."""
+        """Note signals instead of acting on them; only the main thread may, others leave signals alone.
+
+        A signal that the process ignores (Ctrl-C in what a script started with `&`) stays ignored.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.getsignal(number) for number in HEARD}
+        before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
         owner = os.getpid()
 
         def note(number: int, _frame: FrameType | None) -> None:
@@ -53,7 +57,7 @@ class Interrupts:
 
         self.number = None
         try:
-            for number in HEARD:
+            for number in before:
                 signal.signal(number, note)
             yield
         finally:
