@@ -15,7 +15,10 @@ from .hf import Unsupported
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers of a decoder, by name and in order, that hand a tensor [B, C, width] from each to the next."""
+    """Layers of a decoder, by name and in order, that hand one tensor from each to the next.
+
+    Units: width: numbers a token, the hidden size or a multiple of it ([4, B, C, D] in Gemma 3n)
+    """
 
     names: tuple[str, ...]
     width: int
@@ -61,7 +64,8 @@ def layer_stack(
         before = output
     if not _reads_only_the_last(decoder, seen, hidden, run):
         return None
-    return Stack(names, first.shape[-1], first.dtype)
+    tokens = hidden.shape[0] * hidden.shape[1]
+    return Stack(names, first.numel() // tokens, first.dtype) if first.numel() % tokens == 0 else None
 
 
 @contextmanager
