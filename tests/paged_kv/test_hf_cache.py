@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from tests.models import VOCAB, build, configs
+from tests.oomb.test_architectures import EXACT
+from tests.oomb.test_architectures import build as architecture
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, GptOssConfig, Qwen2Config
 
 from paged_kv import OutOfPages
@@ -44,6 +46,35 @@ def test_greedy_tokens_are_those_of_the_default_cache(name):
         lengths = [n + 19 for n in (20, 7, 1, 16)]  # the last token is never run
         assert [cache.kv.length(s) for s in cache.kv.sequences] == lengths, "padding takes no place"
         assert pages(cache) == sum(-(-n // 16) for n in lengths)
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name not in ("Gemma4Text", "JetMoe")])
+def test_greedy_tokens_of_many_architectures(name):
+    model = architecture(name).float().eval()
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    inputs = prompts((20, 7)) | {"max_new_tokens": 12, "do_sample": False}
+    want = model.generate(**inputs)
+    with PagedCache(model, tokens=400, page_tokens=16) as cache:
+        assert torch.equal(model.generate(**inputs, **cache.argument), want)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Gemma4Text", "no one number and size of heads for all layers"),
+        ("JetMoe", "other keys than it gave"),
+        ("Doge", "asks its attention mask for 'dtype'"),
+        ("DeepseekV4", "asks its cache for 'store_compression_weights'"),
+        ("Gemma2", "softcap"),
+        ("Bloom", "does not let its attention be replaced"),
+    ],
+)
+def test_architectures_that_are_refused(name, reason):
+    model = architecture(name).float().eval()
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=reason), PagedCache(model, tokens=400, page_tokens=16) as cache:
+        model.generate(**prompts((20, 7)), max_new_tokens=3, pad_token_id=0, **cache.argument)
+    assert model.config._attn_implementation == before
 
 
 def test_another_default_device_changes_nothing():

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .attention import BackendName, paged_attention
-from .hf_mask import AttentionInterface, AttentionMaskInterface, Cache, CacheLayerMixin, Seen, seen_by
+from .hf_mask import AttentionInterface, AttentionMaskInterface, Cache, CacheLayerMixin, NotServed, Seen, seen_by
 from .page_table import is_count
 from .pool import PagePool
 from .resident import PagedKV
@@ -66,7 +66,8 @@ class PagedCache(Cache):
     and reordered sequences share pages until they part.
 
     `kv`: the sequences themselves. Units: tokens: room for the tokens of all sequences together
-    Raises: ValueError for a model whose attention cannot be replaced, or is spread over several devices
+    Raises: ValueError for a model whose attention cannot be replaced, whose layers differ in their heads, or which is
+        spread over several devices
     """
 
     def __init__(
@@ -85,13 +86,13 @@ class PagedCache(Cache):
         if not is_count(tokens, 1) or not is_count(page_tokens, 1):
             raise ValueError(f"PagedCache: expected tokens and page_tokens >= 1, got {tokens!r} and {page_tokens!r}")
         super().__init__(layers=[_Layer(self) for _ in range(config.num_hidden_layers)])
-        heads = config.num_attention_heads
+        kv_heads, head_dim = _heads_of(type(model).__name__, config)
         pool = PagePool(
             layers=config.num_hidden_layers,
             slots=-(-tokens // page_tokens),
             page_tokens=page_tokens,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             dtype=model.dtype,
             device=devices.pop(),
         )
@@ -318,6 +319,17 @@ class PagedCache(Cache):
         self._batch = _Batch(ids, old.valid[torch.tensor(chosen, device=old.valid.device)], old.begun[chosen], old.gaps)
 
 
+def _heads_of(name: str, config: Any) -> tuple[int, int]:
+    """KV heads and their size, the same in all layers."""
+    try:
+        heads = config.num_attention_heads
+        kv_heads = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    except Exception as error:  # it has none, or others from layer to layer, an error of the library's own
+        raise ValueError(f"PagedCache: {name} has no one number and size of heads for all layers: {error}") from error
+    return kv_heads, head_dim
+
+
 class _Layer(CacheLayerMixin):
     """What transformers asks of each layer of a cache; the cache itself answers."""
 
@@ -342,3 +354,6 @@ class _Layer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotServed(f"PagedCache: the model asks its cache for {name!r}: it keeps more there than keys and values")

@@ -17,7 +17,11 @@ except ImportError as error:
         "paged_kv.hf_cache needs transformers, which oomb-paged-kv does not bring: pip install 'oomb-paged-kv[hf]'"
     ) from error
 
-__all__ = ["AttentionInterface", "AttentionMaskInterface", "Cache", "CacheLayerMixin", "Seen", "seen_by"]
+__all__ = ["AttentionInterface", "AttentionMaskInterface", "Cache", "CacheLayerMixin", "NotServed", "Seen", "seen_by"]
+
+
+class NotServed(ValueError, AttributeError):
+    """The model asks for something that is not there, and may have asked whether it is."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,12 @@ class Seen:
 
     window: int | None
     valid: Tensor | None
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotServed(
+            f"PagedCache: the model asks its attention mask for {name!r}: it computes with the mask, of which there is "
+            "a description only"
+        )
 
 
 def seen_by(
