@@ -64,7 +64,7 @@ def test_greedy_tokens_of_many_architectures(name):
         ("Gemma4Text", "no one number and size of heads for all layers"),
         ("JetMoe", "other keys than it gave"),
         ("Doge", "asks its attention mask for 'dtype'"),
-        ("DeepseekV4", "asks its cache for 'store_compression_weights'"),
+        ("Qwen3Next", "layers of kind linear_attention"),
         ("Gemma2", "softcap"),
         ("Bloom", "does not let its attention be replaced"),
     ],
@@ -75,6 +75,14 @@ def test_architectures_that_are_refused(name, reason):
     with pytest.raises(ValueError, match=reason), PagedCache(model, tokens=400, page_tokens=16) as cache:
         model.generate(**prompts((20, 7)), max_new_tokens=3, pad_token_id=0, **cache.argument)
     assert model.config._attn_implementation == before
+
+
+def test_what_a_cache_of_keys_and_values_has_not_is_refused_and_may_be_asked_for():
+    """DeepSeek V4 stores more; other models ask first."""
+    with PagedCache(make("qwen2"), tokens=64) as cache:
+        assert not hasattr(cache.layers[0], "store_compression_weights")
+        with pytest.raises(ValueError, match="asks its cache for 'store_compression_weights'"):
+            cache.layers[0].store_compression_weights(0)
 
 
 def test_another_default_device_changes_nothing():

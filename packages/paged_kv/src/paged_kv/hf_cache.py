@@ -66,8 +66,8 @@ class PagedCache(Cache):
     and reordered sequences share pages until they part.
 
     `kv`: the sequences themselves. Units: tokens: room for the tokens of all sequences together
-    Raises: ValueError for a model whose attention cannot be replaced, whose layers differ in their heads, or which is
-        spread over several devices
+    Raises: ValueError for a model whose attention cannot be replaced, whose layers differ in their heads or keep more
+        than keys and values, or which is spread over several devices
     """
 
     def __init__(
@@ -320,7 +320,12 @@ class PagedCache(Cache):
 
 
 def _heads_of(name: str, config: Any) -> tuple[int, int]:
-    """KV heads and their size, the same in all layers."""
+    """KV heads and their size, the same in all layers, which keep nothing else."""
+    others = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"})
+    if others:
+        raise ValueError(
+            f"PagedCache: {name} has layers of kind {', '.join(others)}; expected full or sliding attention in each"
+        )
     try:
         heads = config.num_attention_heads
         kv_heads = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None) or heads
