@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tests.models import VOCAB, build, configs
 from transformers import Qwen2Config
 
-from oomb import ChunkConfig, chunked_backward, plan
+from oomb import ChunkConfig, Unsupported, chunked_backward, plan
 from oomb.hf import take_apart
 from oomb.probe import outline, probe
 
@@ -91,6 +92,33 @@ def test_a_model_without_weights_cannot_be_run():
         model = kind(configs()["qwen2"])
     with pytest.raises(ValueError, match="no weights"):
         chunked_backward(model, torch.randint(VOCAB, (1, 20)))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("JetMoe", "does not run without its weights"),  # it counts where tokens go
+        ("Doge", "does not run without its weights"),  # it computes with the mask
+        ("xLSTM", "none of its layers calls an attention"),
+        ("Lfm2", "weights|a convolution"),
+    ],
+)
+def test_a_config_that_cannot_be_planned_is_refused(name, reason):
+    with pytest.raises(Unsupported, match=reason):
+        plan(getattr(transformers, f"{name}Config")(num_hidden_layers=2), 100, gpu_bytes=GIB)
+
+
+def test_layer_outputs_are_counted_as_wide_as_they_are():
+    """Gemma 3n hands four hidden states a token from layer to layer."""
+    config = transformers.Gemma3nTextConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=61, vocab_size_per_layer_input=61, hidden_size_per_layer_input=8, laurel_rank=8,
+        num_kv_shared_layers=0,
+    )  # fmt: skip
+    found = plan(config, 1000, config=ChunkConfig(chunk_tokens=100), gpu_bytes=GIB, host_bytes=GIB, dtype=torch.float32)
+    assert found.kept_layers == found.chunks == 10
+    outputs, attention = 4 * 32 * 4 * 1000 * 2, 4 * (8 + 1) * 4 * 1000 * 2  # of two layers: the last keeps none
+    assert outputs < found.gpu["kept"] < 2 * (outputs + attention)
 
 
 def test_frequencies_that_depend_on_positions_change_no_plan():

@@ -243,8 +243,18 @@ def outline(parts: Parts, length: int) -> Profile:
         parts.causal.set_experts_implementation("batched_mm")  # others ask where tokens go
     launches = unlaunched() if parts.device.type == "meta" else nullcontext()
     with evaluating(parts.given), attention_installed(parts.causal, ASKING), launches:
-        run()
-        stack = layer_stack(parts.decoder, context.modules, run)
+        try:
+            run()
+            stack = layer_stack(parts.decoder, context.modules, run)
+        except Unsupported:
+            raise
+        except Exception as error:  # it looks at numbers, or does something of its own with masks
+            raise Unsupported(
+                f"{type(parts.causal).__name__} does not run without its weights, as plans and commands need it; "
+                f"chunked_loss may serve it: {type(error).__name__}: {error}"
+            ) from error
+    if not context.facts:
+        raise Unsupported(f"{type(parts.causal).__name__}: none of its layers calls an attention that can be replaced")
     return Profile(context.facts, type(seen[0]), router_of(parts.causal), stack)
 
 
