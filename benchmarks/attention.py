@@ -1,6 +1,6 @@
 """Paged attention on one GPU: Triton and cuDNN beside cuDNN on the whole, FlexAttention and a matmul, row by row.
 
-    python3 benchmarks/attention.py --json benchmarks/results/attention_h200_DATE.json     the table (under 4 minutes)
+    python3 benchmarks/attention.py --json benchmarks/results/attention_h200_DATE.json     the table (some 5 minutes)
     python3 benchmarks/attention.py --json … --rows window D256                            rows whose names have these
     python3 benchmarks/attention.py --tune                                                 which tiles win
     python3 benchmarks/attention.py --tune fwd/128:128x64x4x3 dq/128:128x128x8x2           only these
