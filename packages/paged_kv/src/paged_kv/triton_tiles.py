@@ -41,7 +41,8 @@ _HOPPER = {
     ("dq", 256): Tile(128, 64, 8, 1),
 }
 # The kernels for small windows. `keys` is how many queries the rows of "window fwd" and "window dq" are of (of rows /
-# keys heads), and what a program of "window dkdv" owns. Head dim 64 was measured, 128 was not.
+# keys heads), and what a program of "window dkdv" owns; "more keys": than registers hold the weights of. Head dim 64
+# was measured, 128 was not.
 _WINDOW = {
     ("window fwd", 64): Tile(64, 16, 4, 1, per_sm=4),
     ("window fwd", 128): Tile(64, 32, 4, 1, per_sm=2, widest=32),
