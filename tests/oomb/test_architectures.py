@@ -89,9 +89,7 @@ EXACT = [
 
 def build(name: str):
     """A tiny float64 model of an architecture, whatever its config calls its sizes."""
-    kind = getattr(transformers, f"{name}Config", None)
-    if kind is None:
-        pytest.skip(f"this transformers has no {name}")
+    kind = getattr(transformers, f"{name}Config")
     known = kind()  # a setting of another architecture is kept all the same, and generation believes it
     settings = {
         key: value
@@ -134,6 +132,8 @@ def test_exact(name):
     "name", ["Gemma2", "DiffLlama", "FalconH1", "Mamba", "RecurrentGemma", "Qwen3Next", "Bloom", "Lfm3"]
 )
 def test_refused(name):
+    if name == "Lfm3" and not hasattr(transformers, "Lfm3Config"):
+        pytest.skip("Lfm3 came with a later transformers than 5.17, the oldest that is allowed")
     model = build(name)
     with pytest.raises(Unsupported):
         chunked_loss(model, torch.randint(VOCAB, (1, 25)), config=ChunkConfig(chunk_tokens=7, page_tokens=4))

@@ -42,8 +42,8 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in HEARD}
-        before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+        handlers = ((number, signal.getsignal(number)) for number in HEARD)
+        before = {number: handler for number, handler in handlers if handler not in (signal.SIG_IGN, None)}
         owner = os.getpid()
 
         def note(number: int, _frame: FrameType | None) -> None:

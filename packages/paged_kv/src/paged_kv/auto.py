@@ -15,7 +15,7 @@ from torch import Tensor
 from .past import Geometry, PastSource
 
 _TRITON_DIMS = (64, 80, 96, 128, 192, 256)
-# Head dims at which cuDNN is the faster: 1.2 to 2.1 times, as measured on Hopper (benchmarks/results/attention_h200_*).
+# Head dims at which cuDNN is the faster: 1.1 to 2.1 times, as measured on Hopper (benchmarks/results/attention_h200_*).
 _CUDNN_DIMS = (64, 128)
 _CUDNN_DIMS_HOPPER = (80, 96, 192, 256)
 _CUDNN_LEAST_TOKENS = 256  # below that a launch and a merge cost more than the faster products save
