@@ -6,8 +6,9 @@
     python3 benchmarks/attention.py --tune fwd/128:128x64x4x3 dq/128:128x128x8x2           only these
 
 Rows that the file already has are kept, so a run that was cut off goes on where it ended; `--rows` measures again.
-A tile is ROWSxKEYSxWARPSxSTAGES, with an `a` behind it for the forward that computes scores ahead, w64 for small
-windows' products of at most 64 keys, and /2 or /3 for two or three programs on a multiprocessor. Winners go into
+A tile is ROWSxKEYSxWARPSxSTAGES, with p2 behind it for the forward of rows in two parts, an `a` for the one that
+computes scores ahead, w64 for small windows' products of at most 64 keys, and /2 or /3 for two or three programs on a
+multiprocessor. Winners go into
 packages/paged_kv/src/paged_kv/triton_tiles.py.
 
 TFLOP/s count what the queries see: 4 · H · D · pairs forward, 2.5 times that backward. All systems of a row are timed

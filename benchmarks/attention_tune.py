@@ -19,13 +19,15 @@ from paged_kv.triton_tiles import Tile, tile_for
 def parse_tile(text: str) -> Tile:
     size, _, per_sm = text.partition("/")
     size, _, widest = size.partition("w")
+    size, _, parts = size.partition("p")
     rows, keys, warps, stages = (int(x) for x in size.rstrip("a").split("x"))
-    ahead = size.endswith("a")
-    return Tile(rows, keys, warps, stages, per_sm=int(per_sm or 1), ahead=ahead, widest=int(widest or 128))
+    more = {"parts": int(parts or 1), "ahead": size.endswith("a"), "widest": int(widest or 128)}
+    return Tile(rows, keys, warps, stages, per_sm=int(per_sm or 1), **more)
 
 
 def tile_text(tile: Tile) -> str:
     text = f"{tile.rows}x{tile.keys}x{tile.warps}x{tile.stages}" + "a" * tile.ahead
+    text += f"p{tile.parts}" if tile.parts > 1 else ""
     text += f"w{tile.widest}" if tile.widest != 128 else ""
     return text + (f"/{tile.per_sm}" if tile.per_sm > 1 else "")
 
@@ -82,13 +84,13 @@ def compile_all(jobs: list[tuple[Config, str, Tile | None]]) -> list[str | None]
 
 
 TUNE = """
-fwd/128: 128x128x8x3a 128x128x8x2a 128x64x8x3a 128x64x8x4a 64x64x4x3a/2 64x128x4x2a 128x64x4x3/2 128x64x4x2/2
-dkdv/128: 64x64x4x2/2 64x128x8x2 32x64x4x2/2 32x64x4x3/2 32x128x8x3 64x64x4x3 64x64x8x2
-dq/128: 128x128x8x2 128x64x8x2 128x64x8x3 64x64x4x2/2 64x128x4x2 64x64x4x3 128x128x8x3
-fwd/64: 128x128x8x3a 128x64x8x3a/2 64x128x4x3a/2 64x64x4x3a/3 128x64x4x3/3 128x64x4x3a/2 128x128x8x2a
+fwd/128: 256x64x8x5p2 256x64x8x3p2 128x64x4x3p2/2 128x64x4x2p2/2 128x64x4x2/2 128x128x8x2a
+dkdv/128: 64x64x4x2/2 64x128x8x2 64x128x8x3 32x64x4x3/2 32x128x8x3 64x64x4x3
+dq/128: 128x64x8x5 128x64x8x3 128x64x8x6 64x64x4x3/2 64x64x4x5/2
+fwd/64: 128x128x4x3p2/2 128x128x4x2p2/2 128x64x4x5p2/2 256x128x8x5p2 256x64x8x5p2 64x128x4x3a/2 64x128x4x3/2
 dkdv/64: 64x128x8x2 64x64x4x2/2 128x64x8x2 32x128x8x2 128x128x8x2 64x64x4x3/2
-dq/64: 128x128x8x2 128x64x8x3/2 64x128x4x2/2 64x64x4x3/3 128x128x8x3 128x64x4x2/2
-fwd/256: 128x64x8x2a 128x64x8x2 128x64x8x3 64x64x4x2 128x32x8x3a
+dq/64: 64x64x4x5/2 64x64x4x5/3 128x128x8x5 128x64x8x5 64x64x4x3/3
+fwd/256: 128x64x8x2a 128x64x8x2 128x64x8x3a 64x64x4x2 128x32x8x3a
 dkdv/256: 32x64x8x2 64x64x8x2 64x64x8x1 32x64x8x1
 dq/256: 128x32x8x2 128x64x8x1 64x64x8x2 64x32x4x2
 window fwd/64: 64x16x4x1/4 64x32x4x1/4 64x16x4x2/4 64x32x4x3/3 128x16x4x1/2 128x32x4x1/2 128x32x4x2/2

@@ -147,9 +147,9 @@ def table(result: dict, write: Callable[[], None]) -> None:
 
 
 TUNE = """
-fwd: 128x64x4x2/2 128x64x4x3/2 128x128x8x2 64x64x4x3/2
+narrow fwd: 128x64x4x3p2/2 128x64x4x2p2/2 256x64x8x5p2 128x64x4x2/2
 dkdv: 64x64x4x2/2 64x64x4x3/2 64x128x8x2 128x64x8x2
-dq: 128x128x8x2 128x64x8x2 128x64x8x3 64x64x4x2/2 64x128x4x2
+dq: 128x64x8x5 128x64x8x6 128x64x8x3 64x64x4x5/2
 """
 
 
@@ -166,7 +166,7 @@ def tune(kind: str = "spread") -> dict:
             except Exception as error:
                 print(kernel, tile_text(tile), f"{type(error).__name__}: {str(error)[:80]}", flush=True)
                 continue
-            ms = row["fwd_ms"] if kernel == "fwd" else row["bwd_ms"]
+            ms = row["fwd_ms"] if kernel == "narrow fwd" else row["bwd_ms"]
             results.setdefault(kernel, {})[tile_text(tile)] = ms
             print(kernel, tile_text(tile), f"{ms:.3f} ms, error {row['error']:.1e}", flush=True)
     return {"tune": results}

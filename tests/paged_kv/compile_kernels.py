@@ -12,6 +12,7 @@ import tempfile
 
 import torch
 import triton
+from tests.paged_kv.matrix_hazards import hazards
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -65,7 +66,7 @@ def constants_of(kernel, dim, dtype, flags, capability):
         parts = {"PARTS": 4} if kernel == "merge_parts" else {}
         return {"HEADS": 28, "HEAD_DIM": dim, "DIM": triton.next_power_of_2(dim), "BLOCK": 32} | parts, 4, 3
     if kernel == "sinks":
-        return {"GROUPS": 4, "REPEAT": 7, "SPACING": 1, "BLOCK": 2048}, 8, 3
+        return {"GROUPS": 4, "REPEAT": 7, "BLOCK": 2048}, 8, 3
     shape = {"GROUPS": 4, "REPEAT": 7, "HEAD_DIM": dim, "DIM": triton.next_power_of_2(dim)}
     if kernel == "prepare":
         return shape | {"BLOCK_M": 64}, 4, 3
@@ -83,7 +84,7 @@ def constants_of(kernel, dim, dtype, flags, capability):
     values |= {"CARRY": "carry" in flags, "SPLIT": "split" in flags}
     if kernel == "dq":
         return values, tile.warps, tile.stages
-    return values | {"AHEAD": tile.ahead, "SINKS": "sinks" in flags}, tile.warps, tile.stages
+    return values | {"PARTS": tile.parts, "AHEAD": tile.ahead, "SINKS": "sinks" in flags}, tile.warps, tile.stages
 
 
 def window_constants(kernel, shape, flags, dtype):
@@ -125,17 +126,23 @@ def compile_one(arch, name):
 
 
 def resources(asm):
-    """Registers and stack of a program, as the toolkit that comes with Triton reads them, and how many loads of global
-    memory fetch a single number of 16 bits: of neighbours eight could come at once."""
+    """Registers and stack of a program, as the toolkit that comes with Triton reads them, products whose registers are
+    touched too early, and how many loads of global memory fetch a single number of 16 bits: of neighbours eight could
+    come at once."""
     narrow = len(re.findall(r"ld\.global[.\w:]*\.b16 ", asm["ptx"]))
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel.cubin")
         with open(path, "wb") as file:
             file.write(asm["cubin"])
-        text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+        text, assembly = (
+            subprocess.run([os.path.join(tools, tool), option, path], capture_output=True, text=True, check=True).stdout
+            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )
     registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text).groups()
-    return {"registers": int(registers), "stack": int(stack) + int(local), "narrow": narrow}
+    return {
+        "registers": int(registers), "stack": int(stack) + int(local), "narrow": narrow, "hazards": hazards(assembly),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ KERNELS = {
     "count": triton_sparse_lists._count_readers_kernel,
     "fill": triton_sparse_lists._fill_readers_kernel,
 }
-FLOATS = ("sinks_ptr", "carry_ptr", "carry_stats_ptr", "lse_ptr", "delta_ptr", "parts_ptr")
+FLOATS = ("sinks_ptr", "carry_ptr", "carry_stats_ptr", "lse_ptr", "stats_ptr", "parts_ptr")
 GRADIENTS = ("dk_pages_ptr", "dv_pages_ptr", "dk_own_ptr", "dv_own_ptr")
 DATA = ("q_ptr", "out_ptr", "dq_ptr")
 
@@ -55,7 +55,7 @@ def constants_of(kernel, dim, dtype, flags, capability):
     shape = {"LISTS": 1, "GROUPS": 4, "HEAD_DIM": dim, "DIM": padded, "PAGE": 128}
     if kernel == "parts":
         return shape | {"BLOCK": 32}, 4, 3
-    tile = tile_for(kernel, padded, DTYPES[dtype], capability)
+    tile = tile_for("narrow fwd" if kernel == "fwd" else kernel, padded, DTYPES[dtype], capability)
     values = shape | {
         "REPEAT": 7, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "WINDOW": "window" in flags,
         "DOCUMENTS": "documents" in flags, "STAGES": tile.stages, "OWN": "part" not in flags,
@@ -65,7 +65,7 @@ def constants_of(kernel, dim, dtype, flags, capability):
         return values | {"RAGGED": "ragged" in flags, "PAST": True}, tile.warps, tile.stages
     values |= {"CARRY": "carry" in flags, "STRADDLE": "ragged" in flags}
     if kernel == "fwd":
-        values["SINKS"] = "sinks" in flags
+        values |= {"SINKS": "sinks" in flags, "PARTS": tile.parts}
     return values, tile.warps, tile.stages
 
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not triton_problem.INTERPRETED, reason="kernels 
 # Small tiles, so that small problems have edges, middles and several waves.
 TILES = {
     "plain": {
-        "fwd": Tile(32, 32, 4, 2),
+        "fwd": Tile(32, 32, 4, 2, parts=2),
         "dkdv": Tile(32, 16, 4, 2),
         "dq": Tile(16, 32, 4, 2),
         "window fwd": Tile(16, 16, 4, 1),
@@ -48,7 +48,7 @@ TILES = {
         "window dq": Tile(16, 16, 4, 1, widest=32),
     },
     "split": {  # so many programs at once that keys and rows are shared out
-        "fwd": Tile(64, 16, 4, 2, per_sm=60, ahead=True),
+        "fwd": Tile(64, 16, 4, 2, per_sm=60),
         "dkdv": Tile(64, 32, 4, 2, per_sm=60),
         "dq": Tile(64, 32, 4, 2, per_sm=60),
         "window fwd": Tile(32, 32, 4, 1, per_sm=2),
@@ -59,7 +59,10 @@ TILES = {
 
 
 def with_tiles(name):
-    return mock.patch.object(triton_problem, "tile_for", lambda kernel, *a, **k: TILES[name][kernel.split(",")[0]])
+    def tile_for(kernel, *a, **k):
+        return TILES[name][kernel.split(",")[0].removeprefix("narrow ")]
+
+    return mock.patch.object(triton_problem, "tile_for", tile_for)
 
 
 @st.composite
@@ -390,12 +393,13 @@ def test_adding_to_pages_stops_where_the_tokens_do():
 
 
 def test_the_table_has_a_tile_for_everything():
-    for kernel in ("fwd", "dkdv", "dq"):
+    for kernel in ("fwd", "narrow fwd", "dkdv", "dq"):
         for dim in (64, 128, 256):
             for dtype in triton_attention.DTYPES:
                 for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
                     tile = tile_for(kernel, dim, dtype, capability)
-                    assert 128 % tile.rows == 0  # LSE and delta are padded to 128 rows
+                    assert kernel.endswith("fwd") or 128 % tile.rows == 0  # LSE and delta are padded to 128 rows
+                    assert tile.rows % tile.parts == 0 and not (tile.ahead and tile.parts > 1)
     for kernel in ("window fwd", "window dkdv", "window dq", "window dq, more keys"):
         for dim in (64, 128):
             tile_for(kernel, dim, torch.bfloat16, (9, 0))

@@ -28,8 +28,8 @@ from paged_kv.triton_tiles import Tile
 pytestmark = pytest.mark.skipif(not triton_problem.INTERPRETED, reason="kernels are compiled in this process")
 
 TILES = {
-    "small": {"fwd": Tile(32, 32, 4, 2), "dkdv": Tile(32, 16, 4, 2), "dq": Tile(16, 32, 4, 2)},
-    "large": {"fwd": Tile(128, 64, 4, 2), "dkdv": Tile(64, 64, 4, 2), "dq": Tile(64, 64, 4, 2)},
+    "small": {"narrow fwd": Tile(32, 32, 4, 2, parts=2), "dkdv": Tile(32, 16, 4, 2), "dq": Tile(16, 32, 4, 2)},
+    "large": {"narrow fwd": Tile(128, 64, 4, 2), "dkdv": Tile(64, 64, 4, 2), "dq": Tile(64, 64, 4, 2)},
 }
 
 

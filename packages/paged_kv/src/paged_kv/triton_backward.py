@@ -18,10 +18,10 @@ from .triton_forward import first_visible, locate, tile_range
 
 @triton.jit(do_not_specialize=["tokens", "padded"])
 def _prepare_bwd_kernel(
-    q_ptr, out_ptr, dout_ptr, lse_ptr, q_rows_ptr, dout_rows_ptr, lse_rows_ptr, delta_rows_ptr, tokens, padded,
+    q_ptr, out_ptr, dout_ptr, lse_ptr, q_rows_ptr, dout_rows_ptr, stats_ptr, tokens, padded,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Rows of q and dout per KV head, LSE in base 2, and delta = rowsum(dout * out). Grid: (tiles, G, B).
+    """Rows of q and dout per KV head, and pairs of LSE in base 2 and delta = rowsum(dout * out). Grid: (tiles, G, B).
 
     Rows that see nothing and rows behind the end get LSE = +inf: their probabilities are zero from then on.
     """
@@ -43,15 +43,27 @@ def _prepare_bwd_kernel(
     target = (block * tokens * REPEAT + rows)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(q_rows_ptr + target, tl.load(q_ptr + source, mask=inside, other=0.0), mask=inside)
     tl.store(dout_rows_ptr + target, dout, mask=inside)
-    tl.store(
-        lse_rows_ptr + block * padded + rows, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-    )
-    tl.store(delta_rows_ptr + block * padded + rows, tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1))
+    pairs = stats_ptr + (block * padded + rows) * 2
+    tl.store(pairs, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
+    tl.store(pairs + 1, tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1))
+
+
+@triton.jit
+def load_stats(stats_ptr, rows, end_row, RAGGED: tl.constexpr):
+    """LSE and delta of rows, read as one number of 64 bits a row: half the copies. RAGGED: none are there from
+    `end_row` on, which read as LSE = +inf and delta = 0."""
+    pairs_ptr = stats_ptr.to(tl.pointer_type(tl.int64)) + rows
+    if RAGGED:
+        pairs = tl.load(pairs_ptr, mask=rows < end_row, other=0x7F800000)
+    else:
+        pairs = tl.load(pairs_ptr)
+    lse = pairs.to(tl.int32).to(tl.float32, bitcast=True)
+    return lse, (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _dkdv_tiles(
-    dk, dv, k, v, q_rows, dout_rows, lse_ptr, delta_ptr, block, start, end, low, high, key, documents_ptr, tokens,
+    dk, dv, k, v, q_rows, dout_rows, stats_ptr, block, start, end, low, high, key, documents_ptr, tokens,
     scale_log2, REPEAT: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, DOCUMENTS: tl.constexpr,
     MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +73,7 @@ def _dkdv_tiles(
         rows = row + tl.arange(0, BLOCK_M)
         q = q_rows.load([block, row, 0]).reshape(BLOCK_M, DIM)
         dout = dout_rows.load([block, row, 0]).reshape(BLOCK_M, DIM)
-        lse = tl.load(lse_ptr + rows)
+        lse, delta = load_stats(stats_ptr, rows, 0, False)
         s = tl.dot(k, q.T, input_precision="ieee")
         p = tl.math.exp2(s * scale_log2 - lse[None, :])
         if MASK:
@@ -71,7 +83,6 @@ def _dkdv_tiles(
                 document = tl.load(documents_ptr + tl.minimum(query, tokens - 1))
                 seen = seen & (document[None, :] <= key[:, None])
             p = tl.where(seen, p, 0.0)
-        delta = tl.load(delta_ptr + rows)
         dp = tl.dot(v, dout.T, input_precision="ieee")
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
         ds = p * (dp - delta[None, :])
@@ -93,7 +104,7 @@ def _put_rows(ptr, offsets, mask, value, ADD: tl.constexpr, ATOMIC: tl.constexpr
 @triton.jit
 def _key_tile(
     k_desc, v_desc, slot, row, place, count, length, batch, group, share, splits, q_rows, dout_rows, documents_ptr,
-    bound_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, token, tokens, padded, window, scale, scale_log2,
+    bound_ptr, stats_ptr, dk_ptr, dv_ptr, token, tokens, padded, window, scale, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, PAST: tl.constexpr,
     ATOMIC: tl.constexpr, STAGES: tl.constexpr,
@@ -129,8 +140,7 @@ def _key_tile(
     k = k_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
     v = v_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
     block = batch * GROUPS + group
-    lse = lse_ptr + block.to(tl.int64) * padded
-    delta = delta_ptr + block.to(tl.int64) * padded
+    stats = stats_ptr + block.to(tl.int64) * padded * 2
     documents = documents_ptr + batch * tokens
     dk = tl.zeros([BLOCK_N, DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, DIM], tl.float32)
@@ -139,15 +149,15 @@ def _key_tile(
     if ATOMIC:
         from_tile = middle + (rest - middle) * share // splits
         to_tile = middle + (rest - middle) * (share + 1) // splits
-    dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, block, from_tile, to_tile, low, high, key,
+    dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, stats, block, from_tile, to_tile, low, high, key,
                          documents, tokens, scale_log2, REPEAT, DIM, BLOCK_M, DOCUMENTS, False, STAGES)  # fmt: skip
     if not PAST:
         if not ATOMIC or share == 0:
-            dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, block, start, middle, low, high, key,
+            dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, stats, block, start, middle, low, high, key,
                                  documents, tokens, scale_log2, REPEAT, DIM, BLOCK_M, DOCUMENTS, True, 1)  # fmt: skip
     if WINDOW or DOCUMENTS:
         if not ATOMIC or share == splits - 1:
-            dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, block, rest, end, low, high, key,
+            dk, dv = _dkdv_tiles(dk, dv, k, v, q_rows, dout_rows, stats, block, rest, end, low, high, key,
                                  documents, tokens, scale_log2, REPEAT, DIM, BLOCK_M, DOCUMENTS, True,
                                  STAGES)  # fmt: skip
 
@@ -169,7 +179,7 @@ def _key_tile(
 )  # fmt: skip
 def _paged_attention_dkdv_kernel(
     q_rows, dout_rows, k_own, v_own, k_pages, v_pages, slots_ptr, grad_slots_ptr, lengths_ptr, documents_ptr,
-    bounds_ptr, lse_ptr, delta_ptr, dk_pages_ptr, dv_pages_ptr, dk_own_ptr, dv_own_ptr,
+    bounds_ptr, stats_ptr, dk_pages_ptr, dv_pages_ptr, dk_own_ptr, dv_own_ptr,
     batch_first, tokens, padded, columns, first, window, past_tiles, bound_tiles, splits, scale, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -204,7 +214,7 @@ def _paged_attention_dkdv_kernel(
             grad_slot = tl.load(grad_slots_ptr + entry)
             count = tl.where((slot < 0) | (grad_slot < 0), 0, count)
             _key_tile(k_pages, v_pages, slot, row, place, count, length, batch, group, share, splits, q_rows, dout_rows,
-                          documents_ptr, bound_ptr, lse_ptr, delta_ptr, dk_pages_ptr, dv_pages_ptr,
+                          documents_ptr, bound_ptr, stats_ptr, dk_pages_ptr, dv_pages_ptr,
                           grad_slot.to(tl.int64) * PAGE + row, tokens, padded, window, scale, scale_log2,
                           GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS, True, ATOMIC,
                           STAGES)  # fmt: skip
@@ -213,10 +223,39 @@ def _paged_attention_dkdv_kernel(
             place = (tile - past_tiles) * BLOCK_N
             count = tl.minimum(tokens - place, BLOCK_N)
             _key_tile(k_own, v_own, batch, place, place, count, length, batch, group, share, splits, q_rows, dout_rows,
-                          documents_ptr, bound_ptr, lse_ptr, delta_ptr, dk_own_ptr, dv_own_ptr,
+                          documents_ptr, bound_ptr, stats_ptr, dk_own_ptr, dv_own_ptr,
                           (batch * tokens).to(tl.int64) + place, tokens, padded, window, scale, scale_log2,
                           GROUPS, REPEAT, HEAD_DIM, DIM, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS, False, ATOMIC,
                           STAGES)  # fmt: skip
+
+
+@triton.jit
+def in_registers(x, exists, DIM: tl.constexpr):
+    """Rows that a loop multiplies with keys, zero where they do not exist. What comes out of arithmetic is not put into
+    shared memory, whose bandwidth is left to the keys; head dim 256 is too wide for that."""
+    if DIM <= 128:
+        x = tl.where(exists[:, None], x, 0.0)
+    return x
+
+
+@triton.jit
+def dq_step(
+    dq, q, dout, lse, delta, k_desc, v_desc, slot, row, group, absent, keys, low, high, limit, scale_log2,
+    BLOCK_N: tl.constexpr, DIM: tl.constexpr, MASK: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Add one tile of keys to a row tile's dQ; the arguments mean what they mean in the forward."""
+    k = k_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
+    v = v_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
+    if RAGGED:
+        k = tl.where((keys < limit)[:, None], k, 0.0)  # 0 * NaN would be NaN
+    s = tl.dot(q, k.T, input_precision="ieee")
+    p = tl.math.exp2(s * scale_log2 - (lse + absent)[:, None])
+    dp = tl.dot(dout, v.T, input_precision="ieee")
+    ds = p * (dp - delta[:, None])
+    if MASK:
+        seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
+        ds = tl.where(seen, ds, 0.0)
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
 
 @triton.jit
@@ -228,26 +267,16 @@ def _dq_tiles(
     """Add key tiles [start, end) to a row tile's dQ; the arguments mean what they mean in the forward."""
     for tile in tl.range(start, end, num_stages=STAGES):
         slot, row = locate(table_ptr, tile, TILES, BLOCK_N)
-        k = k_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
-        v = v_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
-        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        if RAGGED:
-            k = tl.where((keys < limit)[:, None], k, 0.0)  # 0 * NaN would be NaN
-        s = tl.dot(q, k.T, input_precision="ieee")
         absent = tl.where(slot < 0, float("inf"), 0.0)
-        p = tl.math.exp2(s * scale_log2 - (lse + absent)[:, None])
-        dp = tl.dot(dout, v.T, input_precision="ieee")
-        ds = p * (dp - delta[:, None])
-        if MASK:
-            seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
-            ds = tl.where(seen, ds, 0.0)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        dq = dq_step(dq, q, dout, lse, delta, k_desc, v_desc, slot, row, group, absent, keys, low, high, limit,
+                     scale_log2, BLOCK_N, DIM, MASK, RAGGED)  # fmt: skip
     return dq
 
 
 @triton.jit(do_not_specialize=["tokens", "padded", "columns", "first", "window", "splits"])
 def _paged_attention_dq_kernel(
-    q_rows, dout_rows, k_own, v_own, k_pages, v_pages, slots_ptr, lengths_ptr, documents_ptr, lse_ptr, delta_ptr,
+    q_rows, dout_rows, k_own, v_own, k_pages, v_pages, slots_ptr, lengths_ptr, documents_ptr, stats_ptr,
     carry_ptr, dq_ptr, tokens, padded, columns, first, window, splits, scale, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -273,8 +302,9 @@ def _paged_attention_dq_kernel(
     block = batch * GROUPS + group
     q = q_rows.load([block, tile_m * BLOCK_M, 0]).reshape(BLOCK_M, DIM)
     dout = dout_rows.load([block, tile_m * BLOCK_M, 0]).reshape(BLOCK_M, DIM)
-    lse = tl.load(lse_ptr + block.to(tl.int64) * padded + rows)
-    delta = tl.load(delta_ptr + block.to(tl.int64) * padded + rows)
+    lse, delta = load_stats(stats_ptr + block.to(tl.int64) * padded * 2, rows, 0, False)
+    q = in_registers(q, rows < tokens * REPEAT, DIM)
+    dout = in_registers(dout, rows < tokens * REPEAT, DIM)
 
     length = tl.load(lengths_ptr + batch)
     low = first_visible(query, tokens, documents_ptr + batch * tokens, length, window, WINDOW, DOCUMENTS)

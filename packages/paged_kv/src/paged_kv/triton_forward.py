@@ -53,52 +53,79 @@ def locate(table_ptr, tile, TILES: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _softmax(s, factor, m, l, absent):
+    """One step of the running softmax: weights, the factor for what came before, and the new state. In base 2."""
+    m_new = tl.maximum(m, tl.max(s, 1) * factor - absent)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.math.exp2(s * factor - (shift + absent)[:, None])
+    alpha = tl.math.exp2(m - shift)
+    return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def _values(
+    v_desc, slot, row, group, keys, limit, BLOCK_N: tl.constexpr, DIM: tl.constexpr, RAGGED: tl.constexpr
+):  # fmt: skip
+    v = v_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
+    if RAGGED:
+        v = tl.where((keys < limit)[:, None], v, 0.0)  # 0 * NaN would be NaN
+    return v
+
+
+@triton.jit
+def fwd_step(
+    acc, m, l, q, k_desc, v_desc, slot, row, group, absent, keys, low, high, limit, scale_log2,
+    BLOCK_N: tl.constexpr, DIM: tl.constexpr, MASK: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Add one tile of keys to the running softmax. A page that is not there reads as zeros; an infinite `absent` takes
+    its keys out.
+
+    Rows come in parts, which the chip works on side by side: the next part's scores beside a softmax, and the sum of
+    weighted values beside the next softmax.
+    MASK: row r sees keys [low[r], high[r]) only. RAGGED: memory at and behind `limit` was never written.
+    """
+    PARTS: tl.constexpr = len(q)
+    k = k_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
+    weights = ()
+    scaled = ()
+    tops = ()
+    sums = ()
+    for i in tl.static_range(PARTS):
+        s = tl.dot(q[i], k.T, input_precision="ieee")
+        # Waited for here, values let a softmax run beside the scores before it and beside the sum behind it.
+        if PARTS > 1 and i == PARTS - 1:
+            v = _values(v_desc, slot, row, group, keys, limit, BLOCK_N, DIM, RAGGED)
+        if MASK:
+            seen = (keys[None, :] >= low[i][:, None]) & (keys[None, :] < high[i][:, None])
+            s = tl.where(seen, s * scale_log2, float("-inf"))
+        p, alpha, top, total = _softmax(s, 1.0 if MASK else scale_log2, m[i], l[i], absent)
+        weights += (p,)  # type: ignore[assignment]
+        scaled += (acc[i] * alpha[:, None],)  # type: ignore[assignment]
+        tops += (top,)  # type: ignore[assignment]
+        sums += (total,)  # type: ignore[assignment]
+    if PARTS == 1:
+        v = _values(v_desc, slot, row, group, keys, limit, BLOCK_N, DIM, RAGGED)
+    values = ()
+    for i in tl.static_range(PARTS):
+        value = tl.dot(weights[i].to(v.dtype), v, scaled[i], input_precision="ieee")
+        values += (value,)
+    return values, tops, sums
+
+
+@triton.jit
 def _fwd_tiles(
     acc, m, l, q, k_desc, v_desc, table_ptr, group, start, end, low, high, limit, scale_log2,
     TILES: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, MASK: tl.constexpr, RAGGED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add key tiles [start, end) to the running softmax. Scores are in base 2.
-
-    MASK: row r sees keys [low[r], high[r]) only. RAGGED: memory at and behind `limit` was never written.
-    """
+    """Add key tiles [start, end) to the running softmax."""
     for tile in tl.range(start, end, num_stages=STAGES):
         slot, row = locate(table_ptr, tile, TILES, BLOCK_N)
-        k = k_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
-        s = tl.dot(q, k.T, input_precision="ieee")
-        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        if MASK:
-            seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
-            s = tl.where(seen, s * scale_log2, float("-inf"))
-        # A page that is not there (slot -1) reads as zeros; an infinite shift takes its keys out of the softmax.
         absent = tl.where(slot < 0, float("inf"), 0.0)
-        top = tl.max(s, 1) if MASK else tl.max(s, 1) * scale_log2
-        m_new = tl.maximum(m, top - absent)
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        if MASK:
-            p = tl.math.exp2(s - (shift + absent)[:, None])
-        else:
-            p = tl.math.exp2(s * scale_log2 - (shift + absent)[:, None])
-        alpha = tl.math.exp2(m - shift)
-        l = l * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
-        v = v_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
-        if RAGGED:
-            v = tl.where((keys < limit)[:, None], v, 0.0)  # 0 * NaN would be NaN
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-        m = m_new
+        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        acc, m, l = fwd_step(acc, m, l, q, k_desc, v_desc, slot, row, group, absent, keys, low, high, limit, scale_log2,
+                             BLOCK_N, DIM, MASK, RAGGED)  # fmt: skip
     return acc, m, l
-
-
-@triton.jit
-def _fwd_softmax(s, m, l, slot, scale_log2):
-    """One unmasked step of the running softmax: weights, the factor for what came before, and the new state."""
-    absent = tl.where(slot < 0, float("inf"), 0.0)
-    m_new = tl.maximum(m, tl.max(s, 1) * scale_log2 - absent)
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.math.exp2(s * scale_log2 - (shift + absent)[:, None])
-    alpha = tl.math.exp2(m - shift)
-    return p, alpha, m_new, l * alpha + tl.sum(p, 1)
 
 
 @triton.jit
@@ -106,26 +133,75 @@ def _fwd_tiles_ahead(
     acc, m, l, q, k_desc, v_desc, table_ptr, group, start, end, scale_log2,
     TILES: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `_fwd_tiles` without masks, with the scores of the next tile already under way during a tile's softmax."""
+    """As `_fwd_tiles` without masks, for rows in one part: a tile's softmax runs beside the sum of the tile before.
+
+    Weights become 16-bit numbers only when that sum is done: it still reads the registers of those before.
+    """
     if start < end:
         slot, row = locate(table_ptr, start, TILES, BLOCK_N)
         k = k_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
         s = tl.dot(q, k.T, input_precision="ieee")
         for tile in tl.range(start + 1, end, num_stages=STAGES):
             slot_next, row_next = locate(table_ptr, tile, TILES, BLOCK_N)
+            absent = tl.where(slot < 0, float("inf"), 0.0)
+            p, alpha, m, l = _softmax(s, scale_log2, m, l, absent)
             k = k_desc.load([slot_next, group, row_next, 0]).reshape(BLOCK_N, DIM)
-            p, alpha, m, l = _fwd_softmax(s, m, l, slot, scale_log2)
             s = tl.dot(q, k.T, input_precision="ieee")
             v = v_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
             acc = acc * alpha[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
             slot = slot_next
             row = row_next
-        p, alpha, m, l = _fwd_softmax(s, m, l, slot, scale_log2)
+        p, alpha, m, l = _softmax(s, scale_log2, m, l, tl.where(slot < 0, float("inf"), 0.0))
         v = v_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return acc, m, l
+
+
+@triton.jit
+def _fwd_whole_tiles(
+    acc, m, l, q, k_desc, v_desc, table_ptr, group, start, end, low, high, limit, scale_log2,
+    TILES: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Add key tiles that all rows see whole."""
+    if AHEAD:
+        value, top, total = _fwd_tiles_ahead(acc[0], m[0], l[0], q[0], k_desc, v_desc, table_ptr, group, start, end,
+                                             scale_log2, TILES, BLOCK_N, DIM, STAGES)  # fmt: skip
+        acc = (value,)
+        m = (top,)
+        l = (total,)
+    else:
+        acc, m, l = _fwd_tiles(acc, m, l, q, k_desc, v_desc, table_ptr, group, start, end, low, high, limit,
+                               scale_log2, TILES, BLOCK_N, DIM, False, False, STAGES)  # fmt: skip
+    return acc, m, l
+
+
+@triton.jit
+def add_sink(acc, m, l, sinks_ptr):
+    """One more logit, whose value is zero."""
+    sink = tl.load(sinks_ptr).to(tl.float32) * 1.4426950408889634
+    top = tl.maximum(m, sink)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    shrink = tl.math.exp2(m - top)
+    return acc * shrink[:, None], top, l * shrink + tl.math.exp2(sink - top)
+
+
+@triton.jit
+def finished(acc, m, l):
+    """Output and LSE of a state: 0 and -inf where nothing was seen."""
+    unseen = l == 0.0
+    l = tl.where(unseen, 1.0, l)
+    return acc / l[:, None], tl.where(unseen, float("-inf"), (m + tl.math.log2(l)) * 0.6931471805599453)
+
+
+@triton.jit
+def _minus(places, start):
+    """The places of all parts, relative to `start`."""
+    moved = ()
+    for i in tl.static_range(len(places)):
+        moved += (places[i] - start,)  # type: ignore[assignment]
+    return moved
 
 
 @triton.jit
@@ -146,6 +222,29 @@ def _row_places(
     return offsets, stats, query, rows < tokens * REPEAT
 
 
+@triton.jit
+def _row_parts(
+    tile_m, batch, group, tokens, documents_ptr, length, window, REPEAT: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """What _row_places and first_visible say of each part of a tile of rows."""
+    offsets = ()
+    stats = ()
+    queries = ()
+    valid = ()
+    low = ()
+    for i in tl.static_range(PARTS):
+        places, stat, query, exists = _row_places(tile_m * PARTS + i, batch, group, tokens, REPEAT, HEADS, HEAD_DIM,
+                                                  DIM, BLOCK_M // PARTS)  # fmt: skip
+        offsets += (places,)  # type: ignore[assignment]
+        stats += (stat,)  # type: ignore[assignment]
+        queries += (query,)  # type: ignore[assignment]
+        valid += (exists,)  # type: ignore[assignment]
+        low += (first_visible(query, tokens, documents_ptr, length, window, WINDOW, DOCUMENTS),)  # type: ignore
+    return offsets, stats, queries, valid, low
+
+
 @triton.jit(do_not_specialize=["tokens", "columns", "first", "window", "splits"])
 def _paged_attention_fwd_kernel(
     q_ptr, k_own, v_own, k_pages, v_pages, slots_ptr, lengths_ptr, documents_ptr,
@@ -153,8 +252,8 @@ def _paged_attention_fwd_kernel(
     tokens, columns, first, window, splits, scale_log2,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    CARRY: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    SINKS: tl.constexpr, POINTERS: tl.constexpr,
+    CARRY: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
+    AHEAD: tl.constexpr, SINKS: tl.constexpr, POINTERS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row tiles, G, B * splits). CARRY: start from an earlier segment's state. OWN: the own block comes last,
     and then the SINKS.
@@ -176,51 +275,62 @@ def _paged_attention_fwd_kernel(
 
     k_own, v_own = _key_boxes(k_own, v_own, tokens, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
     k_pages, v_pages = _key_boxes(k_pages, v_pages, PAGE, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
-    offsets, stats, query, valid = _row_places(tile_m, batch, group, tokens, REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M)
     inside = (tl.arange(0, DIM) < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + offsets, mask=inside, other=0.0)
     length = tl.load(lengths_ptr + batch)
-    low = first_visible(query, tokens, documents_ptr + batch * tokens, length, window, WINDOW, DOCUMENTS)
-    low_min = tl.min(low, 0)
-    low_max = tl.max(low, 0)
-
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-    if CARRY:
-        if not SPLIT or share == 0:
-            m = tl.load(carry_lse_ptr + stats) * 1.4426950408889634
-            l = tl.where(m == float("-inf"), 0.0, 1.0)
-            acc = tl.load(carry_ptr + offsets, mask=inside, other=0.0)
-
+    documents = documents_ptr + batch * tokens
+    offsets, stats, query, valid, low = _row_parts(tile_m, batch, group, tokens, documents, length, window, REPEAT,
+                                                   HEADS, HEAD_DIM, DIM, BLOCK_M, PARTS, WINDOW,
+                                                   DOCUMENTS)  # fmt: skip
+    low_min = tl.min(low[0], 0)
+    low_max = tl.max(low[0], 0)
+    q = ()
+    m = ()
+    l = ()
+    acc = ()
+    high = ()
     # The past. Everything is relative to the segment's first key.
     table = slots_ptr + batch.to(tl.int64) * columns
     limit = tl.maximum(tl.minimum(length - first, columns * PAGE), 0)
+    for i in tl.static_range(PARTS):
+        low_min = tl.minimum(low_min, tl.min(low[i], 0))
+        low_max = tl.maximum(low_max, tl.max(low[i], 0))
+        q += (tl.load(q_ptr + offsets[i], mask=inside, other=0.0),)  # type: ignore[assignment]
+        top = tl.full([BLOCK_M // PARTS], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M // PARTS], tl.float32)
+        value = tl.zeros([BLOCK_M // PARTS, DIM], tl.float32)
+        if CARRY:
+            if not SPLIT or share == 0:
+                top = tl.load(carry_lse_ptr + stats[i]) * 1.4426950408889634
+                total = tl.where(top == float("-inf"), 0.0, 1.0)
+                value = tl.load(carry_ptr + offsets[i], mask=inside, other=0.0)
+        m += (top,)  # type: ignore[assignment]
+        l += (total,)  # type: ignore[assignment]
+        acc += (value,)  # type: ignore[assignment]
+        high += (tl.zeros_like(query[i]) + limit,)  # type: ignore[assignment]
+
     end = tl.cdiv(limit, BLOCK_N)
     start, middle, rest = tile_range(low_min - first, low_max - first, limit // BLOCK_N, end, BLOCK_N)
-    high = tl.zeros_like(query) + limit
+    low = _minus(low, first)
     if LOWER:
-        acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, start, middle, low - first, high,
-                               limit, scale_log2, TILES, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
+        acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, start, middle, low, high, limit,
+                               scale_log2, TILES, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
     from_tile = middle
     to_tile = rest
     if SPLIT:
         from_tile = middle + (rest - middle) * share // splits
         to_tile = middle + (rest - middle) * (share + 1) // splits
-    if AHEAD:
-        acc, m, l = _fwd_tiles_ahead(acc, m, l, q, k_pages, v_pages, table, group, from_tile, to_tile, scale_log2,
-                                     TILES, BLOCK_N, DIM, STAGES)  # fmt: skip
-    else:
-        acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, from_tile, to_tile, low, high, limit,
-                               scale_log2, TILES, BLOCK_N, DIM, False, False, STAGES)  # fmt: skip
+    acc, m, l = _fwd_whole_tiles(acc, m, l, q, k_pages, v_pages, table, group, from_tile, to_tile, low, high, limit,
+                                 scale_log2, TILES, BLOCK_N, DIM, STAGES, AHEAD)  # fmt: skip
     if not SPLIT or share == splits - 1:
-        acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, rest, end, low - first, high, limit,
+        acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, rest, end, low, high, limit,
                                scale_log2, TILES, BLOCK_N, DIM, True, True, 1)  # fmt: skip
 
     # The places are worked out again, from a value the compiler cannot know to be the same: held in registers through
     # the loop above they would spill.
     tile_m += tl.load(lengths_ptr + batch, volatile=True) - length
-    offsets, stats, query, valid = _row_places(tile_m, batch, group, tokens, REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M)
+    offsets, stats, query, valid, low = _row_parts(tile_m, batch, group, tokens, documents, length, window, REPEAT,
+                                                   HEADS, HEAD_DIM, DIM, BLOCK_M, PARTS, WINDOW,
+                                                   DOCUMENTS)  # fmt: skip
     if OWN:
         if not SPLIT or share == splits - 1:
             first_query = tile_m * BLOCK_M // REPEAT
@@ -228,36 +338,29 @@ def _paged_attention_fwd_kernel(
             end = tl.cdiv(last_query + 1, BLOCK_N)
             full = (first_query + 1) // BLOCK_N
             start, middle, rest = tile_range(low_min - length, low_max - length, full, end, BLOCK_N)
-            low = low - length
-            high = query + 1
+            low = _minus(low, length)
+            high = _minus(query, -1)
             if LOWER:
                 acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, start, middle, low, high, tokens,
                                        scale_log2, 0, BLOCK_N, DIM, True, False, OWN_STAGES)  # fmt: skip
-            if AHEAD:
-                acc, m, l = _fwd_tiles_ahead(acc, m, l, q, k_own, v_own, batch, group, middle, rest, scale_log2,
-                                             0, BLOCK_N, DIM, OWN_STAGES)  # fmt: skip
-            else:
-                acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, middle, rest, low, high, tokens,
-                                       scale_log2, 0, BLOCK_N, DIM, False, False, OWN_STAGES)  # fmt: skip
+            acc, m, l = _fwd_whole_tiles(acc, m, l, q, k_own, v_own, batch, group, middle, rest, low, high, tokens,
+                                         scale_log2, 0, BLOCK_N, DIM, OWN_STAGES, AHEAD)  # fmt: skip
             acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, rest, end, low, high, tokens,
                                    scale_log2, 0, BLOCK_N, DIM, True, False, 1)  # fmt: skip
 
-    if SINKS:  # one more logit, whose value is zero
-        if not SPLIT or share == splits - 1:
-            head = group * REPEAT + (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)) % REPEAT
-            sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
-            top = tl.maximum(m, sink)
-            top = tl.where(top == float("-inf"), 0.0, top)
-            shrink = tl.math.exp2(m - top)
-            l = l * shrink + tl.math.exp2(sink - top)
-            acc = acc * shrink[:, None]
-            m = top
-    unseen = l == 0.0
-    out = acc / tl.where(unseen, 1.0, l)[:, None]
-    lse = tl.where(unseen, float("-inf"), (m + tl.math.log2(tl.where(unseen, 1.0, l))) * 0.6931471805599453)
+    part = 0
     if SPLIT:
         part = (share * (tl.num_programs(2) // splits)).to(tl.int64) * HEADS * tokens
-        offsets += part * HEAD_DIM
-        stats += part
-    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & inside)
-    tl.store(lse_ptr + stats, lse, mask=valid)
+    for i in tl.static_range(PARTS):
+        top = m[i]
+        total = l[i]
+        value = acc[i]
+        if SINKS:
+            if not SPLIT or share == splits - 1:
+                row = tile_m * BLOCK_M + i * (BLOCK_M // PARTS) + tl.arange(0, BLOCK_M // PARTS)
+                value, top, total = add_sink(value, top, total, sinks_ptr + group * REPEAT + row % REPEAT)
+        value, top = finished(value, top, total)
+        tl.store(
+            out_ptr + part * HEAD_DIM + offsets[i], value.to(out_ptr.dtype.element_ty), mask=valid[i][:, None] & inside
+        )
+        tl.store(lse_ptr + part + stats[i], top, mask=valid[i])

@@ -21,7 +21,7 @@ from .triton_problem import Partial, Problem, Rows
 from .triton_tiles import Tile
 
 _LOG2E = math.log2(math.e)
-_PARTS_BYTES = 2**26  # what the float32 partial results of split keys may take
+_PARTS_BYTES = 2**27  # what the float32 partial results of split keys may take
 
 
 def forward_launch(
@@ -35,7 +35,7 @@ def forward_launch(
     own: bool,
 ) -> Partial | None:
     """One forward launch; returns the state for the next, or None when `out` and `lse` are done."""
-    tile = p.tile("fwd")
+    tile = p.tile("fwd" if p.rows > 128 else "narrow fwd")
     keys = _Keys.of(p, segment, tile)
     target = Partial(out, lse) if own else carry or Partial.empty(p)
     splits = _splits(p, tile, keys)
@@ -45,7 +45,7 @@ def forward_launch(
         p.q, *keys.own, *keys.pages, keys.slots, p.lengths, p.documents,
         lse if sinks is None else sinks, carry.out if carry else lse, carry.lse if carry else lse, parts.out, parts.lse,
         p.tokens, keys.columns, keys.first, p.window, splits, p.geometry.scale * _LOG2E,
-        CARRY=carry is not None, OWN=own, SPLIT=splits > 1, AHEAD=tile.ahead,
+        CARRY=carry is not None, OWN=own, SPLIT=splits > 1, PARTS=tile.parts, AHEAD=tile.ahead,
         SINKS=own and sinks is not None, **p.constants(tile),
     )  # fmt: skip
     if splits > 1:
@@ -64,9 +64,9 @@ def dq_launch(
     parts = target if splits == 1 else torch.empty(splits, *p.q.shape, device=p.q.device, dtype=torch.float32)
     grid = (triton.cdiv(p.rows, tile.rows), p.groups, p.batch * splits)
     _paged_attention_dq_kernel[grid](
-        *rows.sources(p, tile.rows), *keys.own, *keys.pages, keys.slots, p.lengths, p.documents, rows.lse, rows.delta,
-        rows.lse if carry is None else carry, parts,
-        p.tokens, rows.lse.shape[1], keys.columns, keys.first, p.window, splits,
+        *rows.sources(p, tile.rows), *keys.own, *keys.pages, keys.slots, p.lengths, p.documents, rows.stats,
+        rows.stats if carry is None else carry, parts,
+        p.tokens, rows.stats.shape[1], keys.columns, keys.first, p.window, splits,
         p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
         CARRY=carry is not None, OWN=own, SPLIT=splits > 1, **p.constants(tile),
     )  # fmt: skip
@@ -98,8 +98,8 @@ def dkdv_launch(
     for batch, count in [(0, p.batch)] if together else [(b, 1) for b in range(p.batch)]:
         _paged_attention_dkdv_kernel[past_tiles + own_tiles, p.groups, count * splits](
             *rows.sources(p, tile.rows), *keys.own, *keys.pages, keys.slots, grads[2].contiguous(), p.lengths,
-            p.documents, bounds, rows.lse, rows.delta, grads[0], grads[1], dk, dv,
-            batch, p.tokens, rows.lse.shape[1], keys.columns, keys.first, p.window, past_tiles,
+            p.documents, bounds, rows.stats, grads[0], grads[1], dk, dv,
+            batch, p.tokens, rows.stats.shape[1], keys.columns, keys.first, p.window, past_tiles,
             past_tiles + own_tiles, splits, p.geometry.scale, p.geometry.scale * _LOG2E,
             PAST=past_tiles > 0, OWN=own, ATOMIC=accumulate == "atomic",
             **p.constants(tile),
@@ -126,7 +126,8 @@ def _document_bounds(p: Problem, first: int, past_tiles: int, own_tiles: int, bl
 def _splits(p: Problem, tile: Tile, keys: _Keys) -> int:
     """Into how many shares of the keys a row tile is cut, so that the last wave of programs is not mostly empty.
 
-    Costs are in steps of one key tile: 2 to start and finish a program, 5 to launch the merge, 0.018 to merge one part.
+    Costs are in steps of one key tile: 2 to start and finish a program, 5 to launch the merge, 0.018 to merge a part of
+    128 rows.
     """
     if p.geometry.window is not None or p.geometry.documents is not None:
         return 1
@@ -135,7 +136,7 @@ def _splits(p: Problem, tile: Tile, keys: _Keys) -> int:
     slots = p.slots(tile)
 
     def cost(splits: int) -> float:
-        merge = 5 + 0.018 * programs * splits if splits > 1 else 0.0
+        merge = 5 + 0.018 * programs * splits * tile.rows / 128 if splits > 1 else 0.0
         return triton.cdiv(programs * splits, slots) * (steps / splits + 2) + merge
 
     most = min(32, steps // 8, _PARTS_BYTES // (4 * p.q.numel()))

@@ -174,15 +174,14 @@ class Partial:
 class Rows:
     """What the backward reads of each row.
 
-    Shapes: q, dout [B * G, M, D] and lse (base 2), delta [B * G, M or more] float32 where they were laid out by rows,
-        M = C * R; else q, dout [B, C, H, D] and lse, delta [B * H / S, C * S or more], S heads of a token in a row, a
-        row's two numbers side by side
+    Shapes: q, dout [B * G, M, D] and stats, LSE in base 2 and delta, [B * G, M or more, 2] float32 where they were laid
+        out by rows, M = C * R; else q, dout [B, C, H, D] and stats [B * H / S, C * S or more, 2], S heads of a token in
+        a row
     """
 
     q: Tensor
     dout: Tensor
-    lse: Tensor
-    delta: Tensor
+    stats: Tensor
 
     def sources(self, p: Problem, block: int) -> tuple[TensorDescriptor | Tensor, ...]:
         """q and dout as kernels read them, `block` rows at a time."""
@@ -197,15 +196,15 @@ class Rows:
         blocks = p.batch * p.groups
         padded = triton.cdiv(p.rows, _ROW_PADDING) * _ROW_PADDING
         q_rows, dout_rows = (p.q.new_empty(blocks, p.rows, p.dim) for _ in range(2))
-        row_lse, delta = (torch.empty(blocks, padded, device=p.q.device, dtype=torch.float32) for _ in range(2))
+        stats = torch.empty(blocks, padded, 2, device=p.q.device, dtype=torch.float32)
         block = 64
         with on_device(p.q):
             _prepare_bwd_kernel[(padded // block, p.groups, p.batch)](
-                p.q, out, dout, lse, q_rows, dout_rows, row_lse, delta, p.tokens, padded,
+                p.q, out, dout, lse, q_rows, dout_rows, stats, p.tokens, padded,
                 GROUPS=p.groups, REPEAT=p.repeat, HEAD_DIM=p.dim, DIM=triton.next_power_of_2(p.dim), BLOCK_M=block,
                 num_warps=4,
             )  # fmt: skip
-        return Rows(q_rows, dout_rows, row_lse, delta)
+        return Rows(q_rows, dout_rows, stats)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from .triton_problem import Problem, Rows
 
 @triton.jit(do_not_specialize=["batches", "tokens", "stride"])
 def _sinks_bwd_kernel(
-    lse_ptr, delta_ptr, sinks_ptr, grad_ptr, batches, tokens, stride,
-    GROUPS: tl.constexpr, REPEAT: tl.constexpr, SPACING: tl.constexpr, BLOCK: tl.constexpr,
+    stats_ptr, sinks_ptr, grad_ptr, batches, tokens, stride,
+    GROUPS: tl.constexpr, REPEAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One head's sum, in a fixed order. Grid: (H,). Rows that see nothing have LSE = +inf and count for nothing."""
     head = tl.program_id(0)
@@ -26,9 +26,9 @@ def _sinks_bwd_kernel(
         start = (batch * GROUPS + head // REPEAT).to(tl.int64) * stride + head % REPEAT
         for token in range(0, tokens, BLOCK):
             place = token + tl.arange(0, BLOCK)
-            row = (start + place * REPEAT) * SPACING
-            lse = tl.load(lse_ptr + row, mask=place < tokens, other=float("inf"))
-            delta = tl.load(delta_ptr + row, mask=place < tokens, other=0.0)
+            pair = stats_ptr + (start + place * REPEAT) * 2
+            lse = tl.load(pair, mask=place < tokens, other=float("inf"))
+            delta = tl.load(pair + 1, mask=place < tokens, other=0.0)
             total += tl.math.exp2(sink - lse) * delta
     tl.store(grad_ptr + head, (-tl.sum(total, 0)).to(grad_ptr.dtype.element_ty))
 
@@ -41,9 +41,9 @@ def sinks_grad(p: Problem, rows: Rows, sinks: Tensor) -> Tensor:
     """
     grad = torch.empty_like(sinks, memory_format=torch.contiguous_format)
     block = max(16, min(2048, triton.next_power_of_2(p.tokens)))
-    groups = rows.lse.shape[0] // p.batch  # rows come group by group, or head by head
+    groups = rows.stats.shape[0] // p.batch  # rows come group by group, or head by head
     _sinks_bwd_kernel[(sinks.numel(),)](
-        rows.lse, rows.delta, sinks.contiguous(), grad, p.batch, p.tokens, rows.lse.shape[1],
-        GROUPS=groups, REPEAT=sinks.numel() // groups, SPACING=rows.lse.stride(1), BLOCK=block, num_warps=8,
+        rows.stats, sinks.contiguous(), grad, p.batch, p.tokens, rows.stats.shape[1],
+        GROUPS=groups, REPEAT=sinks.numel() // groups, BLOCK=block, num_warps=8,
     )  # fmt: skip
     return grad

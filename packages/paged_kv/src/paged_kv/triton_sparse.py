@@ -45,7 +45,7 @@ def forward(p: Problem, launches: Launches, sinks: Tensor | None) -> tuple[Tenso
     carry: tuple[Tensor, Tensor] | None = None
     for segment, last in launches:
         launch = _Launch.of(p, segment)
-        tile = p.tile("fwd")
+        tile = p.tile("narrow fwd")
         target = (out, lse) if last else carry or (torch.empty_like(p.q, dtype=torch.float32), _two_of(lse))
         _sparse_attention_fwd_kernel[launch.rows_grid(tile)](
             p.q, *launch.keys(tile), launch.table, launch.lists.pages, launch.lists.places, launch.lists.bounds,
@@ -54,7 +54,7 @@ def forward(p: Problem, launches: Launches, sinks: Tensor | None) -> tuple[Tenso
             p.tokens, launch.columns, launch.first_page, launch.lists.blocks, launch.lists.entries, p.window,
             p.geometry.scale * _LOG2E,
             CARRY=carry is not None, OWN=last, SINKS=last and sinks is not None, STRADDLE=launch.straddle,
-            **launch.constants(tile),
+            PARTS=tile.parts if launch.block_m(tile) == tile.rows else 1, **launch.constants(tile),
         )  # fmt: skip
         carry = None if last else target
     return out, lse
@@ -79,9 +79,9 @@ def backward(
         target = dq if last else carry if carry is not None else torch.empty_like(p.q, dtype=torch.float32)
         _sparse_attention_dq_kernel[launch.rows_grid(tile)](
             *rows.sources(p, launch.block_m(tile)), *launch.keys(tile), launch.table, launch.lists.pages,
-            launch.lists.places, launch.lists.bounds, p.lengths, p.documents, rows.lse, rows.delta,
-            rows.lse if carry is None else carry, target,
-            p.tokens, rows.lse.shape[1], launch.columns, launch.first_page, launch.lists.blocks, launch.lists.entries,
+            launch.lists.places, launch.lists.bounds, p.lengths, p.documents, rows.stats,
+            rows.stats if carry is None else carry, target,
+            p.tokens, rows.stats.shape[1], launch.columns, launch.first_page, launch.lists.blocks, launch.lists.entries,
             p.window, p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
             CARRY=carry is not None, OWN=last, STRADDLE=launch.straddle, **launch.constants(tile),
         )  # fmt: skip
@@ -116,8 +116,8 @@ def _dkdv(launch: _Launch, rows: Rows, dk: Tensor, dv: Tensor, *, past_grad: boo
     for batch, count in [(0, p.batch)] if together else [(b, 1) for b in range(p.batch)]:
         _sparse_attention_dkdv_kernel[readers.items.shape[2] * launch.tiles(tile), p.groups, count](
             *rows.sources(p, launch.block_m(tile)), *launch.keys(tile), launch.table, grads[2], p.lengths, p.documents,
-            readers.readers, readers.items, readers.counts, readers.ends, rows.lse, rows.delta, *targets, parts,
-            batch, p.tokens, rows.lse.shape[1], columns, launch.first_page, total, readers.readers.shape[2],
+            readers.readers, readers.items, readers.counts, readers.ends, rows.stats, *targets, parts,
+            batch, p.tokens, rows.stats.shape[1], columns, launch.first_page, total, readers.readers.shape[2],
             readers.items.shape[2], readers.most_parts, readers.share, p.window, all_lists, p.geometry.scale,
             p.geometry.scale * _LOG2E,
             RAGGED=launch.ragged(tile), PAST=past, OWN=own, **constants,

@@ -13,23 +13,14 @@ Source: FlashAttention-2 (arXiv 2307.08691); oracle: reference.py
 import triton
 import triton.language as tl
 
+from .triton_backward import dq_step, in_registers, load_stats
 from .triton_boxes import _key_boxes, _row_boxes
 from .triton_sparse_forward import block_rows, first_seen, listed_before
 
 
 @triton.jit
-def _load_stats(ptr, rows, end_row, other, MASKED: tl.constexpr):
-    """LSE or delta of a tile's rows. MASKED: rows behind the block's last get `other`."""
-    if MASKED:
-        value = tl.load(ptr + rows, mask=rows < end_row, other=other)
-    else:
-        value = tl.load(ptr + rows)
-    return value
-
-
-@triton.jit
 def _reader_tiles(
-    dk, dv, k, v, q_rows, dout_rows, lse_ptr, delta_ptr, readers_ptr, block_of_rows, start, end, key, documents_ptr,
+    dk, dv, k, v, q_rows, dout_rows, stats_ptr, readers_ptr, block_of_rows, start, end, key, documents_ptr,
     length, tokens, window, scale_log2, PAGE: tl.constexpr, REPEAT: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
     STAGES: tl.constexpr,
@@ -42,7 +33,7 @@ def _reader_tiles(
         rows = first_row + tl.arange(0, BLOCK_M)
         q = q_rows.load([block_of_rows, first_row, 0]).reshape(BLOCK_M, DIM)
         dout = dout_rows.load([block_of_rows, first_row, 0]).reshape(BLOCK_M, DIM)
-        lse = _load_stats(lse_ptr, rows, end_row, float("inf"), RAGGED)
+        lse, delta = load_stats(stats_ptr, rows, end_row, RAGGED)
         s = tl.dot(k, q.T, input_precision="ieee")
         p = tl.math.exp2(s * scale_log2 - lse[None, :])
         if CAUSAL or WINDOW or DOCUMENTS:
@@ -50,7 +41,6 @@ def _reader_tiles(
             low = first_seen(query, documents_ptr, length, window, WINDOW, DOCUMENTS)
             seen = (key[:, None] >= low[None, :]) & (key[:, None] <= length + query[None, :])
             p = tl.where(seen, p, 0.0)
-        delta = _load_stats(delta_ptr, rows, end_row, 0.0, RAGGED)
         dp = tl.dot(v, dout.T, input_precision="ieee")
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
         ds = p * (dp - delta[None, :])
@@ -67,7 +57,7 @@ def _add_rows(ptr, offsets, mask, value):
 @triton.jit
 def _page_tile(
     k_desc, v_desc, slot, row, token, page, sub, part, readers, share, parts_ptr, batch, group, dk_ptr, dv_ptr,
-    q_rows, dout_rows, lse_ptr, delta_ptr, readers_ptr, documents_ptr, length, tokens, padded, window, scale,
+    q_rows, dout_rows, stats_ptr, readers_ptr, documents_ptr, length, tokens, padded, window, scale,
     scale_log2, GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     RAGGED: tl.constexpr, PAST: tl.constexpr, STAGES: tl.constexpr,
@@ -82,8 +72,7 @@ def _page_tile(
     k = k_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
     v = v_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
     block = batch * GROUPS + group
-    lse = lse_ptr + block.to(tl.int64) * padded
-    delta = delta_ptr + block.to(tl.int64) * padded
+    stats = stats_ptr + block.to(tl.int64) * padded * 2
     documents = documents_ptr + batch * tokens
     start = part * share
     end = tl.minimum(start + share, readers)
@@ -91,11 +80,11 @@ def _page_tile(
     dv = tl.zeros([BLOCK_N, DIM], tl.float32)
     if not PAST:
         middle = start + (tl.load(readers_ptr + start) + length // PAGE == page).to(tl.int32)
-        dk, dv = _reader_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, readers_ptr, block, start, middle, key,
+        dk, dv = _reader_tiles(dk, dv, k, v, q_rows, dout_rows, stats, readers_ptr, block, start, middle, key,
                                documents, length, tokens, window, scale_log2, PAGE, REPEAT, DIM, BLOCK_M, WINDOW,
                                DOCUMENTS, True, RAGGED, 1)  # fmt: skip
         start = middle
-    dk, dv = _reader_tiles(dk, dv, k, v, q_rows, dout_rows, lse, delta, readers_ptr, block, start, end, key, documents,
+    dk, dv = _reader_tiles(dk, dv, k, v, q_rows, dout_rows, stats, readers_ptr, block, start, end, key, documents,
                            length, tokens, window, scale_log2, PAGE, REPEAT, DIM, BLOCK_M, WINDOW, DOCUMENTS, False,
                            RAGGED, STAGES)  # fmt: skip
     dk = dk * scale
@@ -122,7 +111,7 @@ def _page_tile(
 )  # fmt: skip
 def _sparse_attention_dkdv_kernel(
     q_rows, dout_rows, k_own, v_own, k_pages, v_pages, table_ptr, grad_table_ptr, lengths_ptr, documents_ptr,
-    readers_ptr, items_ptr, counts_ptr, ends_ptr, lse_ptr, delta_ptr, dk_pages_ptr, dv_pages_ptr, dk_own_ptr,
+    readers_ptr, items_ptr, counts_ptr, ends_ptr, stats_ptr, dk_pages_ptr, dv_pages_ptr, dk_own_ptr,
     dv_own_ptr, parts_ptr,
     batch_first, tokens, padded, columns, first_page, total, listed, most_items, most_parts, share, window, all_lists,
     scale, scale_log2,
@@ -165,8 +154,8 @@ def _sparse_attention_dkdv_kernel(
                 row = sub * BLOCK_N
                 token = tl.load(grad_table_ptr + entry).to(tl.int64) * PAGE + row
                 _page_tile(k_pages, v_pages, tl.load(table_ptr + entry), row, token, first_page + z, sub, part, readers,
-                           share, parts, batch, group, dk_pages_ptr, dv_pages_ptr, q_rows, dout_rows, lse_ptr,
-                           delta_ptr, list_readers, documents_ptr, length, tokens, padded, window, scale, scale_log2,
+                           share, parts, batch, group, dk_pages_ptr, dv_pages_ptr, q_rows, dout_rows, stats_ptr,
+                           list_readers, documents_ptr, length, tokens, padded, window, scale, scale_log2,
                            GROUPS, REPEAT, HEAD_DIM, DIM, PAGE, BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS, RAGGED, True,
                            STAGES)  # fmt: skip
         if OWN:
@@ -175,7 +164,7 @@ def _sparse_attention_dkdv_kernel(
                 row = page * PAGE + sub * BLOCK_N - length
                 token = (batch * tokens).to(tl.int64) + row
                 _page_tile(k_own, v_own, batch, row, token, page, sub, part, readers, share, parts, batch, group,
-                           dk_own_ptr, dv_own_ptr, q_rows, dout_rows, lse_ptr, delta_ptr, list_readers, documents_ptr,
+                           dk_own_ptr, dv_own_ptr, q_rows, dout_rows, stats_ptr, list_readers, documents_ptr,
                            length, tokens, padded, window, scale, scale_log2, GROUPS, REPEAT, HEAD_DIM, DIM, PAGE,
                            BLOCK_M, BLOCK_N, WINDOW, DOCUMENTS, RAGGED, False, STAGES)  # fmt: skip
 
@@ -230,26 +219,6 @@ def _add_parts_kernel(
 
 
 @triton.jit
-def _dq_step(
-    dq, q, dout, lse, delta, k_desc, v_desc, slot, row, group, absent, keys, low, high, limit, scale_log2,
-    BLOCK_N: tl.constexpr, DIM: tl.constexpr, MASK: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """Add one tile of keys to a row tile's dQ; the arguments mean what they mean in the forward."""
-    k = k_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
-    v = v_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
-    if RAGGED:
-        k = tl.where((keys < limit)[:, None], k, 0.0)  # 0 * NaN would be NaN
-    s = tl.dot(q, k.T, input_precision="ieee")
-    p = tl.math.exp2(s * scale_log2 - (lse + absent)[:, None])
-    dp = tl.dot(dout, v.T, input_precision="ieee")
-    ds = p * (dp - delta[:, None])
-    if MASK:
-        seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
-        ds = tl.where(seen, ds, 0.0)
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-
-
-@triton.jit
 def _dq_entries(
     dq, q, dout, lse, delta, k_desc, v_desc, pages_ptr, places_ptr, batch, group, start, end, low, high, scale_log2,
     OWN: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, MASK: tl.constexpr,
@@ -265,10 +234,10 @@ def _dq_entries(
         if MASK:
             keys += tl.load(pages_ptr + tile // TILES) * PAGE + inner
         if OWN:
-            dq = _dq_step(dq, q, dout, lse, delta, k_desc, v_desc, batch, place + inner, group, absent, keys, low, high,
+            dq = dq_step(dq, q, dout, lse, delta, k_desc, v_desc, batch, place + inner, group, absent, keys, low, high,
                           0, scale_log2, BLOCK_N, DIM, MASK, False)  # fmt: skip
         else:
-            dq = _dq_step(dq, q, dout, lse, delta, k_desc, v_desc, place, inner, group, absent, keys, low, high, 0,
+            dq = dq_step(dq, q, dout, lse, delta, k_desc, v_desc, place, inner, group, absent, keys, low, high, 0,
                           scale_log2, BLOCK_N, DIM, MASK, False)  # fmt: skip
     return dq
 
@@ -276,7 +245,7 @@ def _dq_entries(
 @triton.jit(do_not_specialize=["tokens", "padded", "columns", "first_page", "blocks", "entries", "window"])
 def _sparse_attention_dq_kernel(
     q_rows, dout_rows, k_own, v_own, k_pages, v_pages, table_ptr, pages_ptr, places_ptr, bounds_ptr, lengths_ptr,
-    documents_ptr, lse_ptr, delta_ptr, carry_ptr, dq_ptr,
+    documents_ptr, stats_ptr, carry_ptr, dq_ptr,
     tokens, padded, columns, first_page, blocks, entries, window, scale, scale_log2,
     LISTS: tl.constexpr, GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -305,8 +274,9 @@ def _sparse_attention_dq_kernel(
     block = batch * GROUPS + group
     q = q_rows.load([block, first_row, 0]).reshape(BLOCK_M, DIM)
     dout = dout_rows.load([block, first_row, 0]).reshape(BLOCK_M, DIM)
-    lse = tl.load(lse_ptr + block.to(tl.int64) * padded + rows, mask=rows < end_row, other=float("inf"))
-    delta = tl.load(delta_ptr + block.to(tl.int64) * padded + rows, mask=rows < end_row, other=0.0)
+    q = in_registers(q, rows < end_row, DIM)
+    dout = in_registers(dout, rows < end_row, DIM)
+    lse, delta = load_stats(stats_ptr + block.to(tl.int64) * padded * 2, rows, end_row, True)
     dq = tl.zeros([BLOCK_M, DIM], tl.float32)
     if CARRY:
         head = group * REPEAT + rows % REPEAT
@@ -335,7 +305,7 @@ def _sparse_attention_dq_kernel(
         slot = tl.load(table_ptr + batch.to(tl.int64) * columns + column, mask=here, other=-1)
         for i in tl.range(0, tl.where(slot >= 0, TILES, 0), num_stages=1):
             keys = whole * PAGE + i * BLOCK_N + tl.arange(0, BLOCK_N)
-            dq = _dq_step(dq, q, dout, lse, delta, k_pages, v_pages, slot, i * BLOCK_N, group, 0.0, keys, low,
+            dq = dq_step(dq, q, dout, lse, delta, k_pages, v_pages, slot, i * BLOCK_N, group, 0.0, keys, low,
                           tl.zeros_like(high) + length, length, scale_log2, BLOCK_N, DIM, True, True)  # fmt: skip
     if OWN:
         start = tl.load(bounds + 2)
@@ -353,7 +323,7 @@ def _sparse_attention_dq_kernel(
         for i in tl.range(first, last, num_stages=1):
             page = tl.where(i < TILES, whole, whole + r)
             keys = page * PAGE + (i % TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
-            dq = _dq_step(dq, q, dout, lse, delta, k_own, v_own, batch, page * PAGE + (i % TILES) * BLOCK_N - length,
+            dq = dq_step(dq, q, dout, lse, delta, k_own, v_own, batch, page * PAGE + (i % TILES) * BLOCK_N - length,
                           group, 0.0, keys, tl.maximum(low, length), high, 0, scale_log2, BLOCK_N, DIM, True,
                           False)  # fmt: skip
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .triton_boxes import _key_boxes
+from .triton_forward import add_sink, finished, fwd_step
 
 
 @triton.jit
@@ -44,6 +45,29 @@ def row_places(
 
 
 @triton.jit
+def _row_parts(
+    first_row, end_row, batch, group, tokens, documents_ptr, length, window, REPEAT: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """What row_places says of each part of a tile of rows, and the first and the last key that each row may see."""
+    offsets = ()
+    stats = ()
+    valid = ()
+    low = ()
+    high = ()
+    for i in tl.static_range(PARTS):
+        places, stat, query, exists = row_places(first_row + i * (BLOCK_M // PARTS), end_row, batch, group, tokens,
+                                                 REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M // PARTS)  # fmt: skip
+        offsets += (places,)  # type: ignore[assignment]
+        stats += (stat,)  # type: ignore[assignment]
+        valid += (exists,)  # type: ignore[assignment]
+        low += (first_seen(query, documents_ptr, length, window, WINDOW, DOCUMENTS),)  # type: ignore[assignment]
+        high += (length + query + 1,)  # type: ignore[assignment]
+    return offsets, stats, valid, low, high
+
+
+@triton.jit
 def first_seen(query, documents_ptr, length, window, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
     """Position of the first key that each query sees, as far as windows and documents say."""
     low = tl.zeros_like(query)
@@ -69,39 +93,6 @@ def listed_before(pages_ptr, entries, low_min, low_max, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _fwd_step(
-    acc, m, l, q, k_desc, v_desc, slot, row, group, absent, keys, low, high, limit, scale_log2,
-    BLOCK_N: tl.constexpr, DIM: tl.constexpr, MASK: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """Add one tile of keys to the running softmax. Scores are in base 2; `absent` is infinite for a page not there.
-
-    MASK: row i sees keys [low[i], high[i]) only. RAGGED: memory at and behind position `limit` was never written.
-    """
-    k = k_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
-    s = tl.dot(q, k.T, input_precision="ieee")
-    if MASK:
-        seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
-        s = tl.where(seen, s * scale_log2, float("-inf"))
-        top = tl.max(s, 1)
-    else:
-        top = tl.max(s, 1) * scale_log2
-    m_new = tl.maximum(m, top - absent)
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    if MASK:
-        p = tl.math.exp2(s - (shift + absent)[:, None])
-    else:
-        p = tl.math.exp2(s * scale_log2 - (shift + absent)[:, None])
-    alpha = tl.math.exp2(m - shift)
-    l = l * alpha + tl.sum(p, 1)
-    acc = acc * alpha[:, None]
-    v = v_desc.load([slot, group, row, 0]).reshape(BLOCK_N, DIM)
-    if RAGGED:
-        v = tl.where((keys < limit)[:, None], v, 0.0)  # 0 * NaN would be NaN
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-    return acc, m_new, l
-
-
-@triton.jit
 def _fwd_entries(
     acc, m, l, q, k_desc, v_desc, pages_ptr, places_ptr, batch, group, start, end, low, high, scale_log2,
     OWN: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, MASK: tl.constexpr,
@@ -117,10 +108,10 @@ def _fwd_entries(
         if MASK:
             keys += tl.load(pages_ptr + tile // TILES) * PAGE + inner
         if OWN:
-            acc, m, l = _fwd_step(acc, m, l, q, k_desc, v_desc, batch, place + inner, group, absent, keys, low, high,
+            acc, m, l = fwd_step(acc, m, l, q, k_desc, v_desc, batch, place + inner, group, absent, keys, low, high,
                                   0, scale_log2, BLOCK_N, DIM, MASK, False)  # fmt: skip
         else:
-            acc, m, l = _fwd_step(acc, m, l, q, k_desc, v_desc, place, inner, group, absent, keys, low, high, 0,
+            acc, m, l = fwd_step(acc, m, l, q, k_desc, v_desc, place, inner, group, absent, keys, low, high, 0,
                                   scale_log2, BLOCK_N, DIM, MASK, False)  # fmt: skip
     return acc, m, l
 
@@ -133,7 +124,7 @@ def _sparse_attention_fwd_kernel(
     LISTS: tl.constexpr, GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     CARRY: tl.constexpr, OWN: tl.constexpr, SINKS: tl.constexpr, STRADDLE: tl.constexpr, STAGES: tl.constexpr,
-    POINTERS: tl.constexpr,
+    PARTS: tl.constexpr, POINTERS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (Q * row tiles of a block, G, B). CARRY: start from an earlier segment's state. OWN: the own block comes
     last, and then the SINKS. STRADDLE: some page is part past, part own.
@@ -156,25 +147,37 @@ def _sparse_attention_fwd_kernel(
     k_own, v_own = _key_boxes(k_own, v_own, tokens, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
     k_pages, v_pages = _key_boxes(k_pages, v_pages, PAGE, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
     first_row, end_row = block_rows(r, tile, length, tokens, PAGE, REPEAT, BLOCK_M)
-    offsets, stats, query, valid = row_places(first_row, end_row, batch, group, tokens, REPEAT, HEADS, HEAD_DIM, DIM,
-                                              BLOCK_M)  # fmt: skip
+    documents = documents_ptr + batch * tokens
+    offsets, stats, valid, low, high = _row_parts(first_row, end_row, batch, group, tokens, documents, length, window,
+                                                  REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M, PARTS, WINDOW,
+                                                  DOCUMENTS)  # fmt: skip
     inside = (tl.arange(0, DIM) < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + offsets, mask=inside, other=0.0)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
     divisors = tl.num_programs(2).to(tl.int64) * HEADS * tokens
-    if CARRY:
-        m = tl.load(carry_stats_ptr + stats)
-        l = tl.load(carry_stats_ptr + divisors + stats)
-        acc = tl.load(carry_ptr + offsets, mask=inside, other=0.0)
+    low_min = tl.min(low[0], 0)
+    low_max = tl.max(low[0], 0)
+    q = ()
+    m = ()
+    l = ()
+    acc = ()
+    for i in tl.static_range(PARTS):
+        low_min = tl.minimum(low_min, tl.min(low[i], 0))
+        low_max = tl.maximum(low_max, tl.max(low[i], 0))
+        q += (tl.load(q_ptr + offsets[i], mask=inside, other=0.0),)  # type: ignore[assignment]
+        top = tl.full([BLOCK_M // PARTS], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M // PARTS], tl.float32)
+        value = tl.zeros([BLOCK_M // PARTS, DIM], tl.float32)
+        if CARRY:
+            top = tl.load(carry_stats_ptr + stats[i])
+            total = tl.load(carry_stats_ptr + divisors + stats[i])
+            value = tl.load(carry_ptr + offsets[i], mask=inside, other=0.0)
+        m += (top,)  # type: ignore[assignment]
+        l += (total,)  # type: ignore[assignment]
+        acc += (value,)  # type: ignore[assignment]
 
     start = tl.load(bounds)
     end = tl.load(bounds + 1)
-    low = first_seen(query, documents_ptr + batch * tokens, length, window, WINDOW, DOCUMENTS)
-    high = length + query + 1
     if WINDOW or DOCUMENTS:
-        hidden, partial = listed_before(pages, entries, tl.min(low, 0), tl.max(low, 0), PAGE)
+        hidden, partial = listed_before(pages, entries, low_min, low_max, PAGE)
         middle = tl.minimum(tl.maximum(partial, start), end)
         acc, m, l = _fwd_entries(acc, m, l, q, k_pages, v_pages, pages, places, batch, group, tl.maximum(start, hidden),
                                  middle, low, high, scale_log2, False, PAGE, BLOCK_N, DIM, True, STAGES)  # fmt: skip
@@ -185,18 +188,21 @@ def _sparse_attention_fwd_kernel(
     # The places are worked out again, from a value the compiler cannot know to be the same: held in registers through
     # the loop above they would spill.
     first_row += tl.load(lengths_ptr + batch, volatile=True) - length
-    offsets, stats, query, valid = row_places(first_row, end_row, batch, group, tokens, REPEAT, HEADS, HEAD_DIM, DIM,
-                                              BLOCK_M)  # fmt: skip
+    offsets, stats, valid, low, high = _row_parts(first_row, end_row, batch, group, tokens, documents, length, window,
+                                                  REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M, PARTS, WINDOW,
+                                                  DOCUMENTS)  # fmt: skip
     whole = length // PAGE
     if STRADDLE:
         column = whole - first_page
         here = (tl.load(bounds + 4) > 0) & (column >= 0) & (column < columns)
         slot = tl.load(table_ptr + batch.to(tl.int64) * columns + column, mask=here, other=-1)
+        before = ()
+        for i in tl.static_range(PARTS):
+            before += (tl.zeros_like(high[i]) + length,)  # type: ignore[assignment]
         for i in tl.range(0, tl.where(slot >= 0, TILES, 0), num_stages=1):
             keys = whole * PAGE + i * BLOCK_N + tl.arange(0, BLOCK_N)
-            acc, m, l = _fwd_step(acc, m, l, q, k_pages, v_pages, slot, i * BLOCK_N, group, 0.0, keys, low,
-                                  tl.zeros_like(high) + length, length, scale_log2, BLOCK_N, DIM, True,
-                                  True)  # fmt: skip
+            acc, m, l = fwd_step(acc, m, l, q, k_pages, v_pages, slot, i * BLOCK_N, group, 0.0, keys, low,
+                                 before, length, scale_log2, BLOCK_N, DIM, True, True)  # fmt: skip
     if OWN:
         start = tl.load(bounds + 2)
         end = tl.load(bounds + 3)
@@ -210,27 +216,26 @@ def _sparse_attention_fwd_kernel(
         # The page that is part past, unless it is the block's own; the block's own. Rows before the chunk read as 0.
         first = tl.where((tl.load(bounds + 4) > 0) & (r > 0), 0, TILES) if STRADDLE else TILES
         last = tl.where(tl.load(bounds + 5) > 0, 2 * TILES, TILES)
+        own_low = ()
+        for i in tl.static_range(PARTS):
+            own_low += (tl.maximum(low[i], length),)  # type: ignore[assignment]
         for i in tl.range(first, last, num_stages=1):
             page = tl.where(i < TILES, whole, whole + r)
             keys = page * PAGE + (i % TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
             row = page * PAGE + (i % TILES) * BLOCK_N - length
-            acc, m, l = _fwd_step(acc, m, l, q, k_own, v_own, batch, row, group, 0.0, keys,
-                                  tl.maximum(low, length), high, 0, scale_log2, BLOCK_N, DIM, True, False)  # fmt: skip
+            acc, m, l = fwd_step(acc, m, l, q, k_own, v_own, batch, row, group, 0.0, keys, own_low, high, 0, scale_log2,
+                                 BLOCK_N, DIM, True, False)  # fmt: skip
 
-    if SINKS:  # one more logit, whose value is zero
-        head = group * REPEAT + (first_row + tl.arange(0, BLOCK_M)) % REPEAT
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
-        top = tl.maximum(m, sink)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        shrink = tl.math.exp2(m - top)
-        l = l * shrink + tl.math.exp2(sink - top)
-        acc = acc * shrink[:, None]
-        m = top
-    if OWN:
-        unseen = l == 0.0
-        acc = acc / tl.where(unseen, 1.0, l)[:, None]
-        m = tl.where(unseen, float("-inf"), (m + tl.math.log2(tl.where(unseen, 1.0, l))) * 0.6931471805599453)
-    else:
-        tl.store(lse_ptr + divisors + stats, l, mask=valid)
-    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & inside)
-    tl.store(lse_ptr + stats, m, mask=valid)
+    for i in tl.static_range(PARTS):
+        top = m[i]
+        total = l[i]
+        value = acc[i]
+        if SINKS:
+            head = group * REPEAT + (first_row + i * (BLOCK_M // PARTS) + tl.arange(0, BLOCK_M // PARTS)) % REPEAT
+            value, top, total = add_sink(value, top, total, sinks_ptr + head)
+        if OWN:
+            value, top = finished(value, top, total)
+        else:
+            tl.store(lse_ptr + divisors + stats[i], total, mask=valid[i])
+        tl.store(out_ptr + offsets[i], value.to(out_ptr.dtype.element_ty), mask=valid[i][:, None] & inside)
+        tl.store(lse_ptr + stats[i], top, mask=valid[i])

@@ -15,7 +15,8 @@ class Tile:
     """One kernel's launch shape.
 
     Units: rows and keys of the tile; stages: depth of the software pipeline; per_sm: programs that fit a multiprocessor
-    ahead: forward only, the next tile's scores are under way during a tile's softmax (twice the registers for them)
+    parts: forward only, the rows are taken in so many parts, one's products beside another's softmax
+    ahead: forward only, a tile's softmax runs beside the sum of the tile before
     widest: small windows only, keys of the widest product
     """
 
@@ -24,21 +25,31 @@ class Tile:
     warps: int
     stages: int
     per_sm: int = 1
+    parts: int = 1
     ahead: bool = False
     widest: int = 128
 
 
 # (kernel, head dim rounded up to a power of two)
 _HOPPER = {
-    ("fwd", 64): Tile(64, 128, 4, 3, per_sm=2, ahead=True),
-    ("fwd", 128): Tile(128, 64, 4, 2, per_sm=2),
+    ("fwd", 64): Tile(128, 128, 4, 3, per_sm=2, parts=2),
+    ("fwd", 128): Tile(256, 64, 8, 5, parts=2),
     ("fwd", 256): Tile(128, 64, 8, 2, ahead=True),
+    # Where more than 128 rows would often be part empty: chunks of few tokens, and lists of pages.
+    ("narrow fwd", 64): Tile(128, 128, 4, 3, per_sm=2, parts=2),
+    ("narrow fwd", 128): Tile(128, 64, 4, 3, per_sm=2, parts=2),
+    ("narrow fwd", 256): Tile(128, 64, 8, 2),
     ("dkdv", 64): Tile(64, 64, 4, 3, per_sm=2),
     ("dkdv", 128): Tile(64, 64, 4, 2, per_sm=2),
     ("dkdv", 256): Tile(64, 64, 8, 2),
+    ("dq", 64): Tile(64, 64, 4, 5, per_sm=2),
+    ("dq", 128): Tile(128, 64, 8, 5),
+    ("dq", 256): Tile(128, 64, 8, 1),
+}
+# Nobody measured these; what Hopper keeps in registers is put into shared memory there.
+_BLACKWELL = _HOPPER | {
     ("dq", 64): Tile(128, 64, 4, 2, per_sm=2),
     ("dq", 128): Tile(128, 128, 8, 2),
-    ("dq", 256): Tile(128, 64, 8, 1),
 }
 # The kernels for small windows. `keys` is how many queries the rows of "window fwd" and "window dq" are of (of rows /
 # keys heads), and what a program of "window dkdv" owns; "more keys": than registers hold the weights of. Head dim 64
@@ -81,12 +92,9 @@ _FLOAT32 = {
 
 
 def tile_for(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
-    """The tile of one kernel ("fwd", "dkdv", "dq") for a padded head dim on a chip of that compute capability."""
+    """The tile of one kernel ("fwd", "narrow fwd", "dkdv", "dq") for a padded head dim on a chip of that capability."""
     if kernel.startswith("window"):
         return _WINDOW[kernel, dim]
-    large = capability[0] in (9, 10)
-    if dtype == torch.float32:
-        return _FLOAT32[kernel, dim]
-    if not large:
-        return _SMALL[kernel, dim]
-    return _HOPPER[kernel, dim]
+    if dtype != torch.float32 and capability[0] in (9, 10):
+        return (_HOPPER if capability[0] == 9 else _BLACKWELL)[kernel, dim]
+    return (_FLOAT32 if dtype == torch.float32 else _SMALL)[kernel.removeprefix("narrow "), dim]

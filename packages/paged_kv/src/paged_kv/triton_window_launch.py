@@ -83,7 +83,7 @@ def window_dq(p: Problem, segment: Segment | None, dout: Tensor, out: Tensor, ls
         p.length or 0, p.tokens, padded, keys.columns, keys.first, p.sign * p.geometry.scale, p.geometry.scale * _LOG2E,
         TOGETHER=together, **_constants(p, tile, tiling),
     )  # fmt: skip
-    return Rows(p.q, dout, *stats.unbind(2))
+    return Rows(p.q, dout, stats)
 
 
 def window_dkdv(p: Problem, rows: Rows, segment: Segment | None, dk: Tensor, dv: Tensor, accumulate: str) -> None:
@@ -103,8 +103,8 @@ def window_dkdv(p: Problem, rows: Rows, segment: Segment | None, dk: Tensor, dv:
     for batch, count in [(0, p.batch)] if together else [(b, 1) for b in range(p.batch)]:
         _window_dkdv_kernel[programs, count](
             _boxes(p.q, heads), _boxes(rows.dout, heads), p.k, p.v, keys.k, keys.v, keys.slots, grad_slots,
-            keys.lengths, keys.documents, rows.lse, pages_dk, pages_dv, dk, dv,
-            batch, p.length or 0, p.tokens, rows.lse.shape[1] // heads["SHARE"], keys.columns, keys.first, past_tiles,
+            keys.lengths, keys.documents, rows.stats, pages_dk, pages_dv, dk, dv,
+            batch, p.length or 0, p.tokens, rows.stats.shape[1] // heads["SHARE"], keys.columns, keys.first, past_tiles,
             p.geometry.scale, p.geometry.scale * _LOG2E,
             BLOCK_N=tile.keys, PAST=past_tiles > 0, ATOMIC=accumulate == "atomic", **_constants(p, tile, heads),
         )  # fmt: skip
