@@ -14,7 +14,7 @@ from transformers import Trainer
 from oomb import ChunkConfig, OombTrainer, verify
 from oomb.cli.main import main
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("one_gpu")]
 CHUNKS = ChunkConfig(chunk_tokens=128, page_tokens=64)
 
 

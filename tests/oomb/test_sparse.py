@@ -306,6 +306,7 @@ def test_windowed_layers_choose_nothing_and_fetch_their_window_only(monkeypatch)
         assert all(first >= max(start - 8, 0) // 4 for start, first in firsts[layer])
 
 
+@pytest.mark.usefixtures("one_gpu")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("kind", ["qwen2", "gpt_oss"])
 def test_the_command_line(kind, device, tmp_path, capsys):
