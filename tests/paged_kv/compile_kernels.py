@@ -22,6 +22,7 @@ from paged_kv.triton_tiles import tile_for
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNELS = {
     "fwd": triton_launch._paged_attention_fwd_kernel,
+    "narrow fwd": triton_launch._paged_attention_fwd_kernel,
     "dkdv": triton_launch._paged_attention_dkdv_kernel,
     "dq": triton_launch._paged_attention_dq_kernel,
     "window fwd": triton_window_launch._window_fwd_kernel,
@@ -126,9 +127,9 @@ def compile_one(arch, name):
 
 
 def resources(asm):
-    """Registers and stack of a program, as the toolkit that comes with Triton reads them, products whose registers are
-    touched too early, and how many loads of global memory fetch a single number of 16 bits: of neighbours eight could
-    come at once."""
+    """Of a program, as the toolkit that comes with Triton reads it: registers and stack, products whose registers are
+    touched too early, how many products and waits for them there are, and how many loads of global memory fetch a
+    single number of 16 bits: of neighbours eight could come at once."""
     narrow = len(re.findall(r"ld\.global[.\w:]*\.b16 ", asm["ptx"]))
     tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
     with tempfile.TemporaryDirectory() as folder:
@@ -142,6 +143,7 @@ def resources(asm):
     registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text).groups()
     return {
         "registers": int(registers), "stack": int(stack) + int(local), "narrow": narrow, "hazards": hazards(assembly),
+        "products": assembly.count("HGMMA"), "waits": assembly.count("WARPGROUP.DEPBAR"),
     }  # fmt: skip
 
 

@@ -8,37 +8,76 @@ registers are written too early: results are then wrong now and then, and only o
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x\S+ R(\d+), (?:R(\d+)|gdesc)")
-_WIDTH = {"64": 2, "128": 4, "WIDE": 2}
+_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)")
+_STORES = ("ST", "RED", "BAR", "BRA", "BSSY", "BSYNC", "UTMA", "SYNCS", "WARP", "LDGSTS", "MEMBAR", "R2UR", "VOTE")
+_WIDTHS = {"64": 2, "128": 4, "WIDE": 2}
+_MOST_GROUPS = 8  # of products that are counted apart
 
 
 def hazards(assembly: str) -> list[str]:
-    """Pairs of a product and an instruction that comes too early, of each innermost loop with products.
+    """Pairs of a product and an instruction that comes too early, on any way through the program.
 
-    `assembly`: as nvdisasm prints it. An accumulator must be left alone, a left operand must not be written.
+    A sum that is being added to must be left alone, a left operand must not be written.
+    `assembly`: as nvdisasm prints it. Raises: ValueError for a product whose form is not known here.
     """
-    found = []
-    for body in _loops(assembly):
-        for i, line in enumerate(body):
-            product = _PRODUCT.search(line)
-            if not product:
+    lines, nexts = _program(assembly)
+    products = {i: _Product.of(line) for i, line in enumerate(lines) if "HGMMA" in line}
+    return [
+        f"{lines[i]} | {lines[j]}"
+        for i, product in products.items()
+        for j in _too_early(i, product, lines, nexts, products)
+    ]
+
+
+@dataclass(frozen=True)
+class _Product:
+    sums: frozenset[int]
+    left: frozenset[int]
+
+    @staticmethod
+    def of(line: str) -> _Product:
+        form = _PRODUCT.search(line)
+        if form is None:
+            raise ValueError(f"a matrix product of a form that is not known: {line}")
+        columns, first, left = form.groups()
+        sums = range(int(first), int(first) + int(columns) // 2)
+        return _Product(frozenset(sums), frozenset(range(int(left), int(left) + 4)) if left else frozenset())
+
+
+def _too_early(
+    start: int, product: _Product, lines: list[str], nexts: list[list[int]], products: dict[int, _Product]
+) -> Iterator[int]:
+    """Instructions that can follow before the product's group is waited for. `groups`: committed since, its own too."""
+    seen: set[tuple[int, int]] = set()
+    todo = [(i, int("gsb0" in lines[start])) for i in nexts[start]]
+    told: set[int] = set()
+    while todo:
+        at, groups = todo.pop()
+        if (at, groups) in seen:
+            continue
+        seen.add((at, groups))
+        line = lines[at]
+        if wait := _WAIT.search(line):
+            if groups > int(wait[1], 16):
                 continue
-            columns, total, left = product.groups()
-            sums = set(range(int(total), int(total) + int(columns) // 2))
-            operand = set(range(int(left), int(left) + 4)) if left else set()
-            for other in body[i + 1 :] + body[:i]:  # once around
-                if "WARPGROUP.DEPBAR" in other:
-                    break
-                if "HGMMA" in other:
-                    continue
-                written, read = _registers(other)
-                if written & operand or (written | read) & sums:
-                    found.append(f"{line} | {other}")
-    return found
+        elif at in products:  # in order with the others, it may add to the same sums, but not take them for its operand
+            early = products[at].left & product.sums
+            groups = min(groups + ("gsb0" in line), _MOST_GROUPS)
+        else:
+            written, read = _registers(line)
+            early = (written & product.left) | ((written | read) & product.sums)
+        if not wait and early and at not in told:
+            told.add(at)
+            yield at
+        todo += [(i, groups) for i in nexts[at]]
 
 
-def _loops(assembly: str) -> list[list[str]]:
+def _program(assembly: str) -> tuple[list[str], list[list[int]]]:
+    """The instructions, and which can come after each."""
     lines: list[str] = []
     labels: dict[str, int] = {}
     for text in assembly.splitlines():
@@ -46,23 +85,31 @@ def _loops(assembly: str) -> list[list[str]]:
             labels[label[1]] = len(lines)
         elif code := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", text):
             lines.append(code[1].strip())
-    loops = []
-    for end, line in enumerate(lines):
-        target = re.search(r"BRA.*?(L_x_\d+)", line)
-        start = labels.get(target[1], end + 1) if target else end + 1
-        if start <= end and any("HGMMA" in x for x in lines[start:end]):
-            loops.append((start, end))
-    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    return [lines[start : end + 1] for start, end in inner]
+    nexts = []
+    for i, line in enumerate(lines):
+        target = re.search(r"\bBRA\b.*?(L_x_\d+)", line)
+        always = not line.startswith("@") and not re.search(r"\bBRA\S* !?U?P", line) and "BRA.DIV" not in line
+        after = [labels[target[1]]] if target else []
+        if not (always and (target or line.startswith("EXIT"))):
+            after.append(i + 1)
+        nexts.append([n for n in after if n < len(lines)])
+    return lines, nexts
 
 
 def _registers(line: str) -> tuple[set[int], set[int]]:
     """Those that an instruction writes and those that it reads."""
-    code, _, operands = re.sub(r"^@!?U?P\w+\s+", "", line).partition(" ")
-    first, *rest = operands.split(", ")
-    stores = code.startswith(("ST", "RED", "BAR", "BRA", "UTMA", "SYNCS", "WARPGROUP"))
-    target = None if stores else re.fullmatch(r"R(\d+)(?:\.\w+)*", first.strip())
-    wide = next((_WIDTH[x] for x in code.split(".")[1:] if x in _WIDTH), 2 if code.startswith("CS2R") else 1)
+    code, _, text = re.sub(r"^@!?U?P\w+\s+", "", line).partition(" ")
+    operands = [x.strip() for x in text.split(", ")]
+    while operands and re.fullmatch(r"!?U?P\w+", operands[0]):  # predicates that it sets come first
+        del operands[0]
+    kinds = code.split(".")
+    wide = next((_WIDTHS[x] for x in kinds[1:] if x in _WIDTHS), 2 if kinds[0] == "CS2R" else 1)
+    if kinds[0] == "LDSM":
+        wide = int(kinds[-1]) if kinds[-1].isdigit() else 1
+    stores = code.startswith(_STORES)
+    target = None if stores or not operands else re.fullmatch(r"R(\d+)(?:\.\w+)*", operands[0])
     written = set(range(int(target[1]), int(target[1]) + wide)) if target else set()
-    reads = rest if target else [first, *rest]
-    return written, {int(n) for x in reads for n in re.findall(r"\bR(\d+)", x)}
+    read = {int(n) for x in (operands[1:] if target else operands) for n in re.findall(r"\bR(\d+)", x)}
+    if stores and operands and (value := re.fullmatch(r"R(\d+)", operands[-1])):
+        read |= set(range(int(value[1]), int(value[1]) + wide))
+    return written, read

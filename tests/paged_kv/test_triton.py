@@ -40,7 +40,7 @@ TILES = {
         "window dq": Tile(32, 32, 4, 2),
     },
     "ahead": {
-        "fwd": Tile(16, 16, 4, 2, ahead=True),
+        "fwd": Tile(16, 16, 4, 2, per_sm=60, ahead=True),
         "dkdv": Tile(16, 64, 4, 2),
         "dq": Tile(64, 16, 4, 2),
         "window fwd": Tile(32, 16, 4, 2, widest=16),
@@ -48,7 +48,7 @@ TILES = {
         "window dq": Tile(16, 16, 4, 1, widest=32),
     },
     "split": {  # so many programs at once that keys and rows are shared out
-        "fwd": Tile(64, 16, 4, 2, per_sm=60),
+        "fwd": Tile(64, 16, 4, 2, per_sm=60, parts=2),
         "dkdv": Tile(64, 32, 4, 2, per_sm=60),
         "dq": Tile(64, 32, 4, 2, per_sm=60),
         "window fwd": Tile(32, 32, 4, 1, per_sm=2),
@@ -245,7 +245,8 @@ def test_nothing_of_the_size_of_the_past_is_allocated():
         {},
         {"split": 1},
         {"lengths": (700,), "tokens": 3},
-        {"documents": "some"},
+        {"lengths": (900, 700), "batch": 2, "tokens": 20, "heads": 7, "groups": 1, "split": 4},
+        {"documents": "some", "tokens": 25, "heads": 5, "groups": 1},
         {"window": 30},
         {"window": 32, "split": 1},
         {"window": 32, "scale": 0.0},
@@ -391,6 +392,14 @@ def test_adding_to_pages_stops_where_the_tokens_do():
         true[3] += grad[:64]
         true[1, :36] += grad[64:]
         assert torch.equal(page, true)
+
+
+@pytest.mark.parametrize(("tokens", "name"), [(64, "narrow fwd"), (65, "fwd")])
+def test_chunks_of_few_rows_take_a_tile_of_few_rows(tokens, name):
+    case = Case(tokens=tokens, heads=2, groups=1, lengths=(0,))
+    with with_tiles("plain"), mock.patch.object(triton_problem, "tile_for", wraps=triton_problem.tile_for) as asked:
+        triton_attention.forward(case.q, case.k, case.v, case.segments(), case.geometry)
+    assert [call.args[0] for call in asked.call_args_list] == [name]
 
 
 def test_the_table_has_a_tile_for_everything():

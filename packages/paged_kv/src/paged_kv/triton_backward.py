@@ -68,25 +68,27 @@ def _dkdv_tiles(
     MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add row tiles [start, end) to a key tile's gradients. MASK: key j is seen by queries [low[j], high[j]) only."""
-    for tile in tl.range(start, end, num_stages=STAGES):
-        row = tile * BLOCK_M
-        rows = row + tl.arange(0, BLOCK_M)
-        q = q_rows.load([block, row, 0]).reshape(BLOCK_M, DIM)
-        dout = dout_rows.load([block, row, 0]).reshape(BLOCK_M, DIM)
-        lse, delta = load_stats(stats_ptr, rows, 0, False)
-        s = tl.dot(k, q.T, input_precision="ieee")
-        p = tl.math.exp2(s * scale_log2 - lse[None, :])
-        if MASK:
-            query = rows // REPEAT
-            seen = (query[None, :] >= low[:, None]) & (query[None, :] < high[:, None])
-            if DOCUMENTS:
-                document = tl.load(documents_ptr + tl.minimum(query, tokens - 1))
-                seen = seen & (document[None, :] <= key[:, None])
-            p = tl.where(seen, p, 0.0)
-        dp = tl.dot(v, dout.T, input_precision="ieee")
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    # Left without a step, a loop would hand on sums that ptxas takes for unfinished: it then waits for every product.
+    if start < end:
+        for tile in tl.range(start, end, num_stages=STAGES):
+            row = tile * BLOCK_M
+            rows = row + tl.arange(0, BLOCK_M)
+            q = q_rows.load([block, row, 0]).reshape(BLOCK_M, DIM)
+            dout = dout_rows.load([block, row, 0]).reshape(BLOCK_M, DIM)
+            lse, delta = load_stats(stats_ptr, rows, 0, False)
+            s = tl.dot(k, q.T, input_precision="ieee")
+            p = tl.math.exp2(s * scale_log2 - lse[None, :])
+            if MASK:
+                query = rows // REPEAT
+                seen = (query[None, :] >= low[:, None]) & (query[None, :] < high[:, None])
+                if DOCUMENTS:
+                    document = tl.load(documents_ptr + tl.minimum(query, tokens - 1))
+                    seen = seen & (document[None, :] <= key[:, None])
+                p = tl.where(seen, p, 0.0)
+            dp = tl.dot(v, dout.T, input_precision="ieee")
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -307,7 +309,7 @@ def _paged_attention_dq_kernel(
     dout = in_registers(dout, rows < tokens * REPEAT, DIM)
 
     length = tl.load(lengths_ptr + batch)
-    low = first_visible(query, tokens, documents_ptr + batch * tokens, length, window, WINDOW, DOCUMENTS)
+    low = first_visible(query, documents_ptr + batch * tokens, length, window, WINDOW, DOCUMENTS)
     low_min = tl.min(low, 0)
     low_max = tl.max(low, 0)
     dq = tl.zeros([BLOCK_M, DIM], tl.float32)

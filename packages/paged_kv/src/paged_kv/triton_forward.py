@@ -16,7 +16,7 @@ from .triton_boxes import _key_boxes
 
 
 @triton.jit
-def first_visible(positions, tokens, documents_ptr, length, window, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
+def first_visible(positions, documents_ptr, length, window, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
     """Position of the first key that each query (given by its place in the chunk) sees."""
     low = tl.zeros_like(positions)
     if WINDOW:
@@ -119,13 +119,33 @@ def _fwd_tiles(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add key tiles [start, end) to the running softmax."""
-    for tile in tl.range(start, end, num_stages=STAGES):
-        slot, row = locate(table_ptr, tile, TILES, BLOCK_N)
-        absent = tl.where(slot < 0, float("inf"), 0.0)
-        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        acc, m, l = fwd_step(acc, m, l, q, k_desc, v_desc, slot, row, group, absent, keys, low, high, limit, scale_log2,
-                             BLOCK_N, DIM, MASK, RAGGED)  # fmt: skip
+    if start < end:  # see _dkdv_tiles
+        for tile in tl.range(start, end, num_stages=STAGES):
+            slot, row = locate(table_ptr, tile, TILES, BLOCK_N)
+            absent = tl.where(slot < 0, float("inf"), 0.0)
+            keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            acc, m, l = fwd_step(acc, m, l, q, k_desc, v_desc, slot, row, group, absent, keys, low, high, limit,
+                                 scale_log2, BLOCK_N, DIM, MASK, RAGGED)  # fmt: skip
     return acc, m, l
+
+
+@triton.jit
+def _fwd_edge_tiles(
+    acc, m, l, q, k_desc, v_desc, table_ptr, group, start, end, low, high, limit, scale_log2,
+    TILES: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, RAGGED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add masked key tiles, one part of the rows after the other: two at once and their masks spill."""
+    values = ()
+    tops = ()
+    sums = ()
+    for i in tl.static_range(len(q)):
+        value, top, total = _fwd_tiles((acc[i],), (m[i],), (l[i],), (q[i],), k_desc, v_desc, table_ptr, group, start,
+                                       end, (low[i],), (high[i],), limit, scale_log2, TILES, BLOCK_N, DIM, True,
+                                       RAGGED, STAGES)  # fmt: skip
+        values += value  # type: ignore[assignment]
+        tops += top  # type: ignore[assignment]
+        sums += total  # type: ignore[assignment]
+    return values, tops, sums
 
 
 @triton.jit
@@ -166,6 +186,7 @@ def _fwd_whole_tiles(
 ):  # fmt: skip
     """Add key tiles that all rows see whole."""
     if AHEAD:
+        tl.static_assert(len(q) == 1, "scores ahead are for rows in one part")
         value, top, total = _fwd_tiles_ahead(acc[0], m[0], l[0], q[0], k_desc, v_desc, table_ptr, group, start, end,
                                              scale_log2, TILES, BLOCK_N, DIM, STAGES)  # fmt: skip
         acc = (value,)
@@ -196,7 +217,7 @@ def finished(acc, m, l):
 
 
 @triton.jit
-def _minus(places, start):
+def minus(places, start):
     """The places of all parts, relative to `start`."""
     moved = ()
     for i in tl.static_range(len(places)):
@@ -205,43 +226,32 @@ def _minus(places, start):
 
 
 @triton.jit
-def _row_places(
-    tile_m, batch, group, tokens, REPEAT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Where a tile's rows lie in [B, C, H, D] and in [B, H, C], their queries, and which of them exist.
-
-    Rows behind the end repeat the last query: they read what is there and are not stored.
-    """
-    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    query = tl.minimum(rows // REPEAT, tokens - 1)
-    head = group * REPEAT + rows % REPEAT
-    places = ((batch * tokens).to(tl.int64) + query) * HEADS + head
-    offsets = places[:, None] * HEAD_DIM + tl.arange(0, DIM)[None, :]
-    stats = (batch * HEADS + head).to(tl.int64) * tokens + query
-    return offsets, stats, query, rows < tokens * REPEAT
-
-
-@triton.jit
-def _row_parts(
-    tile_m, batch, group, tokens, documents_ptr, length, window, REPEAT: tl.constexpr, HEADS: tl.constexpr,
+def row_parts(
+    first_row, end_row, batch, group, tokens, documents_ptr, length, window, REPEAT: tl.constexpr, HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """What _row_places and first_visible say of each part of a tile of rows."""
+    """Of each part of a tile of rows: where they lie in [B, C, H, D] and in [B, H, C], their queries, which of them
+    exist, and the first key that each sees.
+
+    Rows from `end_row` on are not this tile's; behind the chunk's end they repeat the last query: they read what is
+    there and are not stored.
+    """
     offsets = ()
     stats = ()
     queries = ()
     valid = ()
     low = ()
     for i in tl.static_range(PARTS):
-        places, stat, query, exists = _row_places(tile_m * PARTS + i, batch, group, tokens, REPEAT, HEADS, HEAD_DIM,
-                                                  DIM, BLOCK_M // PARTS)  # fmt: skip
-        offsets += (places,)  # type: ignore[assignment]
-        stats += (stat,)  # type: ignore[assignment]
+        rows = first_row + i * (BLOCK_M // PARTS) + tl.arange(0, BLOCK_M // PARTS)
+        query = tl.minimum(rows // REPEAT, tokens - 1)
+        head = group * REPEAT + rows % REPEAT
+        places = ((batch * tokens).to(tl.int64) + query) * HEADS + head
+        offsets += (places[:, None] * HEAD_DIM + tl.arange(0, DIM)[None, :],)  # type: ignore[assignment]
+        stats += ((batch * HEADS + head).to(tl.int64) * tokens + query,)  # type: ignore[assignment]
         queries += (query,)  # type: ignore[assignment]
-        valid += (exists,)  # type: ignore[assignment]
-        low += (first_visible(query, tokens, documents_ptr, length, window, WINDOW, DOCUMENTS),)  # type: ignore
+        valid += (rows < end_row,)  # type: ignore[assignment]
+        low += (first_visible(query, documents_ptr, length, window, WINDOW, DOCUMENTS),)  # type: ignore[assignment]
     return offsets, stats, queries, valid, low
 
 
@@ -278,9 +288,9 @@ def _paged_attention_fwd_kernel(
     inside = (tl.arange(0, DIM) < HEAD_DIM)[None, :]
     length = tl.load(lengths_ptr + batch)
     documents = documents_ptr + batch * tokens
-    offsets, stats, query, valid, low = _row_parts(tile_m, batch, group, tokens, documents, length, window, REPEAT,
-                                                   HEADS, HEAD_DIM, DIM, BLOCK_M, PARTS, WINDOW,
-                                                   DOCUMENTS)  # fmt: skip
+    offsets, stats, query, valid, low = row_parts(tile_m * BLOCK_M, tokens * REPEAT, batch, group, tokens, documents,
+                                                  length, window, REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M, PARTS, WINDOW,
+                                                  DOCUMENTS)  # fmt: skip
     low_min = tl.min(low[0], 0)
     low_max = tl.max(low[0], 0)
     q = ()
@@ -310,10 +320,10 @@ def _paged_attention_fwd_kernel(
 
     end = tl.cdiv(limit, BLOCK_N)
     start, middle, rest = tile_range(low_min - first, low_max - first, limit // BLOCK_N, end, BLOCK_N)
-    low = _minus(low, first)
+    low = minus(low, first)
     if LOWER:
-        acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, start, middle, low, high, limit,
-                               scale_log2, TILES, BLOCK_N, DIM, True, False, STAGES)  # fmt: skip
+        acc, m, l = _fwd_edge_tiles(acc, m, l, q, k_pages, v_pages, table, group, start, middle, low, high, limit,
+                               scale_log2, TILES, BLOCK_N, DIM, False, STAGES)  # fmt: skip
     from_tile = middle
     to_tile = rest
     if SPLIT:
@@ -322,15 +332,15 @@ def _paged_attention_fwd_kernel(
     acc, m, l = _fwd_whole_tiles(acc, m, l, q, k_pages, v_pages, table, group, from_tile, to_tile, low, high, limit,
                                  scale_log2, TILES, BLOCK_N, DIM, STAGES, AHEAD)  # fmt: skip
     if not SPLIT or share == splits - 1:
-        acc, m, l = _fwd_tiles(acc, m, l, q, k_pages, v_pages, table, group, rest, end, low, high, limit,
-                               scale_log2, TILES, BLOCK_N, DIM, True, True, 1)  # fmt: skip
+        acc, m, l = _fwd_edge_tiles(acc, m, l, q, k_pages, v_pages, table, group, rest, end, low, high, limit,
+                               scale_log2, TILES, BLOCK_N, DIM, True, 1)  # fmt: skip
 
     # The places are worked out again, from a value the compiler cannot know to be the same: held in registers through
     # the loop above they would spill.
     tile_m += tl.load(lengths_ptr + batch, volatile=True) - length
-    offsets, stats, query, valid, low = _row_parts(tile_m, batch, group, tokens, documents, length, window, REPEAT,
-                                                   HEADS, HEAD_DIM, DIM, BLOCK_M, PARTS, WINDOW,
-                                                   DOCUMENTS)  # fmt: skip
+    offsets, stats, query, valid, low = row_parts(tile_m * BLOCK_M, tokens * REPEAT, batch, group, tokens, documents,
+                                                  length, window, REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M, PARTS, WINDOW,
+                                                  DOCUMENTS)  # fmt: skip
     if OWN:
         if not SPLIT or share == splits - 1:
             first_query = tile_m * BLOCK_M // REPEAT
@@ -338,15 +348,15 @@ def _paged_attention_fwd_kernel(
             end = tl.cdiv(last_query + 1, BLOCK_N)
             full = (first_query + 1) // BLOCK_N
             start, middle, rest = tile_range(low_min - length, low_max - length, full, end, BLOCK_N)
-            low = _minus(low, length)
-            high = _minus(query, -1)
+            low = minus(low, length)
+            high = minus(query, -1)
             if LOWER:
-                acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, start, middle, low, high, tokens,
-                                       scale_log2, 0, BLOCK_N, DIM, True, False, OWN_STAGES)  # fmt: skip
+                acc, m, l = _fwd_edge_tiles(acc, m, l, q, k_own, v_own, batch, group, start, middle, low, high, tokens,
+                                       scale_log2, 0, BLOCK_N, DIM, False, OWN_STAGES)  # fmt: skip
             acc, m, l = _fwd_whole_tiles(acc, m, l, q, k_own, v_own, batch, group, middle, rest, low, high, tokens,
                                          scale_log2, 0, BLOCK_N, DIM, OWN_STAGES, AHEAD)  # fmt: skip
-            acc, m, l = _fwd_tiles(acc, m, l, q, k_own, v_own, batch, group, rest, end, low, high, tokens,
-                                   scale_log2, 0, BLOCK_N, DIM, True, False, 1)  # fmt: skip
+            acc, m, l = _fwd_edge_tiles(acc, m, l, q, k_own, v_own, batch, group, rest, end, low, high, tokens,
+                                   scale_log2, 0, BLOCK_N, DIM, False, 1)  # fmt: skip
 
     part = 0
     if SPLIT:

@@ -22,7 +22,7 @@ from .triton_backward import _prepare_bwd_kernel
 from .triton_tiles import Tile, tile_for
 
 INTERPRETED = not isinstance(_prepare_bwd_kernel, triton.JITFunction)
-_ROW_PADDING = 128  # LSE and delta are padded to whole row tiles of any size
+_ROW_PADDING = 128  # LSE and delta are padded to whole row tiles of the backward, of any size
 
 
 @dataclass(frozen=True)

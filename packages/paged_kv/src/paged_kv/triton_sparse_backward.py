@@ -15,7 +15,8 @@ import triton.language as tl
 
 from .triton_backward import dq_step, in_registers, load_stats
 from .triton_boxes import _key_boxes, _row_boxes
-from .triton_sparse_forward import block_rows, first_seen, listed_before
+from .triton_forward import first_visible
+from .triton_sparse_forward import block_rows, listed_before
 
 
 @triton.jit
@@ -27,24 +28,27 @@ def _reader_tiles(
 ):  # fmt: skip
     """Add the rows of readers [start, end) to a key tile's gradients. `key`: the keys' positions."""
     ROW_TILES: tl.constexpr = (PAGE * REPEAT + BLOCK_M - 1) // BLOCK_M
-    for tile in tl.range(start * ROW_TILES, end * ROW_TILES, num_stages=STAGES):
-        r = tl.load(readers_ptr + tile // ROW_TILES)
-        first_row, end_row = block_rows(r, tile % ROW_TILES, length, tokens, PAGE, REPEAT, BLOCK_M)
-        rows = first_row + tl.arange(0, BLOCK_M)
-        q = q_rows.load([block_of_rows, first_row, 0]).reshape(BLOCK_M, DIM)
-        dout = dout_rows.load([block_of_rows, first_row, 0]).reshape(BLOCK_M, DIM)
-        lse, delta = load_stats(stats_ptr, rows, end_row, RAGGED)
-        s = tl.dot(k, q.T, input_precision="ieee")
-        p = tl.math.exp2(s * scale_log2 - lse[None, :])
-        if CAUSAL or WINDOW or DOCUMENTS:
-            query = tl.minimum(rows // REPEAT, tokens - 1)
-            low = first_seen(query, documents_ptr, length, window, WINDOW, DOCUMENTS)
-            seen = (key[:, None] >= low[None, :]) & (key[:, None] <= length + query[None, :])
-            p = tl.where(seen, p, 0.0)
-        dp = tl.dot(v, dout.T, input_precision="ieee")
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    first = start * ROW_TILES
+    last = end * ROW_TILES
+    if first < last:  # see _dkdv_tiles
+        for tile in tl.range(first, last, num_stages=STAGES):
+            r = tl.load(readers_ptr + tile // ROW_TILES)
+            first_row, end_row = block_rows(r, tile % ROW_TILES, length, tokens, PAGE, REPEAT, BLOCK_M)
+            rows = first_row + tl.arange(0, BLOCK_M)
+            q = q_rows.load([block_of_rows, first_row, 0]).reshape(BLOCK_M, DIM)
+            dout = dout_rows.load([block_of_rows, first_row, 0]).reshape(BLOCK_M, DIM)
+            lse, delta = load_stats(stats_ptr, rows, end_row, RAGGED)
+            s = tl.dot(k, q.T, input_precision="ieee")
+            p = tl.math.exp2(s * scale_log2 - lse[None, :])
+            if CAUSAL or WINDOW or DOCUMENTS:
+                query = tl.minimum(rows // REPEAT, tokens - 1)
+                low = first_visible(query, documents_ptr, length, window, WINDOW, DOCUMENTS)
+                seen = (key[:, None] >= low[None, :]) & (key[:, None] <= length + query[None, :])
+                p = tl.where(seen, p, 0.0)
+            dp = tl.dot(v, dout.T, input_precision="ieee")
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -287,7 +291,7 @@ def _sparse_attention_dq_kernel(
 
     start = tl.load(bounds)
     end = tl.load(bounds + 1)
-    low = first_seen(query, documents_ptr + batch * tokens, length, window, WINDOW, DOCUMENTS)
+    low = first_visible(query, documents_ptr + batch * tokens, length, window, WINDOW, DOCUMENTS)
     high = length + query + 1
     if WINDOW or DOCUMENTS:
         hidden, partial = listed_before(pages, entries, tl.min(low, 0), tl.max(low, 0), PAGE)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .triton_boxes import _key_boxes
-from .triton_forward import add_sink, finished, fwd_step
+from .triton_forward import add_sink, finished, fwd_step, minus, row_parts
 
 
 @triton.jit
@@ -24,58 +24,6 @@ def block_rows(r, tile, length, tokens, PAGE: tl.constexpr, REPEAT: tl.constexpr
     start = r * PAGE - length % PAGE
     end = tl.minimum(start + PAGE, tokens)
     return tl.maximum(start, 0) * REPEAT + tile * BLOCK_M, tl.maximum(end, 0) * REPEAT
-
-
-@triton.jit
-def row_places(
-    first_row, end_row, batch, group, tokens, REPEAT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Where a tile's rows lie in [B, C, H, D] and in [B, H, C], their queries, and which of them are the block's.
-
-    Rows behind the chunk's end repeat the last query: they read what is there and are not stored.
-    """
-    rows = first_row + tl.arange(0, BLOCK_M)
-    query = tl.minimum(rows // REPEAT, tokens - 1)
-    head = group * REPEAT + rows % REPEAT
-    places = ((batch * tokens).to(tl.int64) + query) * HEADS + head
-    offsets = places[:, None] * HEAD_DIM + tl.arange(0, DIM)[None, :]
-    stats = (batch * HEADS + head).to(tl.int64) * tokens + query
-    return offsets, stats, query, rows < end_row
-
-
-@triton.jit
-def _row_parts(
-    first_row, end_row, batch, group, tokens, documents_ptr, length, window, REPEAT: tl.constexpr,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
-    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-):  # fmt: skip
-    """What row_places says of each part of a tile of rows, and the first and the last key that each row may see."""
-    offsets = ()
-    stats = ()
-    valid = ()
-    low = ()
-    high = ()
-    for i in tl.static_range(PARTS):
-        places, stat, query, exists = row_places(first_row + i * (BLOCK_M // PARTS), end_row, batch, group, tokens,
-                                                 REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M // PARTS)  # fmt: skip
-        offsets += (places,)  # type: ignore[assignment]
-        stats += (stat,)  # type: ignore[assignment]
-        valid += (exists,)  # type: ignore[assignment]
-        low += (first_seen(query, documents_ptr, length, window, WINDOW, DOCUMENTS),)  # type: ignore[assignment]
-        high += (length + query + 1,)  # type: ignore[assignment]
-    return offsets, stats, valid, low, high
-
-
-@triton.jit
-def first_seen(query, documents_ptr, length, window, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Position of the first key that each query sees, as far as windows and documents say."""
-    low = tl.zeros_like(query)
-    if WINDOW:
-        low = tl.maximum(low, length + query - window + 1)
-    if DOCUMENTS:
-        low = tl.maximum(low, tl.load(documents_ptr + query))
-    return low
 
 
 @triton.jit
@@ -100,19 +48,22 @@ def _fwd_entries(
 ):  # fmt: skip
     """Entries [start, end) of a list, all of them pages of the past, or all OWN."""
     TILES: tl.constexpr = PAGE // BLOCK_N
-    for tile in tl.range(start * TILES, end * TILES, num_stages=STAGES):
-        place = tl.load(places_ptr + tile // TILES)
-        inner = (tile % TILES) * BLOCK_N
-        absent = tl.where(place < 0, float("inf"), 0.0)
-        keys = tl.arange(0, BLOCK_N)
-        if MASK:
-            keys += tl.load(pages_ptr + tile // TILES) * PAGE + inner
-        if OWN:
-            acc, m, l = fwd_step(acc, m, l, q, k_desc, v_desc, batch, place + inner, group, absent, keys, low, high,
-                                  0, scale_log2, BLOCK_N, DIM, MASK, False)  # fmt: skip
-        else:
-            acc, m, l = fwd_step(acc, m, l, q, k_desc, v_desc, place, inner, group, absent, keys, low, high, 0,
-                                  scale_log2, BLOCK_N, DIM, MASK, False)  # fmt: skip
+    first = start * TILES
+    last = end * TILES
+    if first < last:  # see _dkdv_tiles
+        for tile in tl.range(first, last, num_stages=STAGES):
+            place = tl.load(places_ptr + tile // TILES)
+            inner = (tile % TILES) * BLOCK_N
+            absent = tl.where(place < 0, float("inf"), 0.0)
+            keys = tl.arange(0, BLOCK_N)
+            if MASK:
+                keys += tl.load(pages_ptr + tile // TILES) * PAGE + inner
+            if OWN:
+                acc, m, l = fwd_step(acc, m, l, q, k_desc, v_desc, batch, place + inner, group, absent, keys, low, high,
+                                      0, scale_log2, BLOCK_N, DIM, MASK, False)  # fmt: skip
+            else:
+                acc, m, l = fwd_step(acc, m, l, q, k_desc, v_desc, place, inner, group, absent, keys, low, high, 0,
+                                      scale_log2, BLOCK_N, DIM, MASK, False)  # fmt: skip
     return acc, m, l
 
 
@@ -148,9 +99,10 @@ def _sparse_attention_fwd_kernel(
     k_pages, v_pages = _key_boxes(k_pages, v_pages, PAGE, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
     first_row, end_row = block_rows(r, tile, length, tokens, PAGE, REPEAT, BLOCK_M)
     documents = documents_ptr + batch * tokens
-    offsets, stats, valid, low, high = _row_parts(first_row, end_row, batch, group, tokens, documents, length, window,
+    offsets, stats, query, valid, low = row_parts(first_row, end_row, batch, group, tokens, documents, length, window,
                                                   REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M, PARTS, WINDOW,
                                                   DOCUMENTS)  # fmt: skip
+    high = minus(query, -length - 1)
     inside = (tl.arange(0, DIM) < HEAD_DIM)[None, :]
     divisors = tl.num_programs(2).to(tl.int64) * HEADS * tokens
     low_min = tl.min(low[0], 0)
@@ -188,9 +140,10 @@ def _sparse_attention_fwd_kernel(
     # The places are worked out again, from a value the compiler cannot know to be the same: held in registers through
     # the loop above they would spill.
     first_row += tl.load(lengths_ptr + batch, volatile=True) - length
-    offsets, stats, valid, low, high = _row_parts(first_row, end_row, batch, group, tokens, documents, length, window,
+    offsets, stats, query, valid, low = row_parts(first_row, end_row, batch, group, tokens, documents, length, window,
                                                   REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M, PARTS, WINDOW,
                                                   DOCUMENTS)  # fmt: skip
+    high = minus(query, -length - 1)
     whole = length // PAGE
     if STRADDLE:
         column = whole - first_page

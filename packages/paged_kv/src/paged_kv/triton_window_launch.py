@@ -67,8 +67,7 @@ def window_forward(p: Problem, segment: Segment | None, out: Tensor, lse: Tensor
 def window_dq(p: Problem, segment: Segment | None, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor) -> Rows:
     """dQ, and what the gradients of keys and sinks need of each row: LSE and delta.
 
-    Shapes: lse, delta [B * H / S, padded * S], neighbours in memory: a step of dK, dV takes S heads, and whole tiles of
-        queries
+    Shapes: stats [B * H / S, padded * S, 2]: a step of dK, dV takes S heads, and whole tiles of queries
     """
     tile, tiling = dq_tiling(p.tile, p.window, p.repeat, p.dim)
     keys = _Keys.of(p, segment)
