@@ -142,9 +142,9 @@ def _fwd_edge_tiles(
         value, top, total = _fwd_tiles((acc[i],), (m[i],), (l[i],), (q[i],), k_desc, v_desc, table_ptr, group, start,
                                        end, (low[i],), (high[i],), limit, scale_log2, TILES, BLOCK_N, DIM, True,
                                        RAGGED, STAGES)  # fmt: skip
-        values += value  # type: ignore[assignment]
-        tops += top  # type: ignore[assignment]
-        sums += total  # type: ignore[assignment]
+        values += value
+        tops += top
+        sums += total
     return values, tops, sums
 
 
