@@ -119,7 +119,7 @@ def _fwd_tiles(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add key tiles [start, end) to the running softmax."""
-    if start < end:  # see _dkdv_tiles
+    if start < end:  # see triton_backward.py
         for tile in tl.range(start, end, num_stages=STAGES):
             slot, row = locate(table_ptr, tile, TILES, BLOCK_N)
             absent = tl.where(slot < 0, float("inf"), 0.0)
@@ -226,6 +226,17 @@ def minus(places, start):
 
 
 @triton.jit
+def extremes(values):
+    """The smallest and the largest of all parts."""
+    smallest = tl.min(values[0], 0)
+    largest = tl.max(values[0], 0)
+    for i in tl.static_range(1, len(values)):
+        smallest = tl.minimum(smallest, tl.min(values[i], 0))
+        largest = tl.maximum(largest, tl.max(values[i], 0))
+    return smallest, largest
+
+
+@triton.jit
 def row_parts(
     first_row, end_row, batch, group, tokens, documents_ptr, length, window, REPEAT: tl.constexpr, HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr,
@@ -291,8 +302,7 @@ def _paged_attention_fwd_kernel(
     offsets, stats, query, valid, low = row_parts(tile_m * BLOCK_M, tokens * REPEAT, batch, group, tokens, documents,
                                                   length, window, REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M, PARTS, WINDOW,
                                                   DOCUMENTS)  # fmt: skip
-    low_min = tl.min(low[0], 0)
-    low_max = tl.max(low[0], 0)
+    low_min, low_max = extremes(low)
     q = ()
     m = ()
     l = ()
@@ -302,8 +312,6 @@ def _paged_attention_fwd_kernel(
     table = slots_ptr + batch.to(tl.int64) * columns
     limit = tl.maximum(tl.minimum(length - first, columns * PAGE), 0)
     for i in tl.static_range(PARTS):
-        low_min = tl.minimum(low_min, tl.min(low[i], 0))
-        low_max = tl.maximum(low_max, tl.max(low[i], 0))
         q += (tl.load(q_ptr + offsets[i], mask=inside, other=0.0),)  # type: ignore[assignment]
         top = tl.full([BLOCK_M // PARTS], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M // PARTS], tl.float32)
@@ -323,7 +331,7 @@ def _paged_attention_fwd_kernel(
     low = minus(low, first)
     if LOWER:
         acc, m, l = _fwd_edge_tiles(acc, m, l, q, k_pages, v_pages, table, group, start, middle, low, high, limit,
-                               scale_log2, TILES, BLOCK_N, DIM, False, STAGES)  # fmt: skip
+                                    scale_log2, TILES, BLOCK_N, DIM, False, STAGES)  # fmt: skip
     from_tile = middle
     to_tile = rest
     if SPLIT:
@@ -333,7 +341,7 @@ def _paged_attention_fwd_kernel(
                                  scale_log2, TILES, BLOCK_N, DIM, STAGES, AHEAD)  # fmt: skip
     if not SPLIT or share == splits - 1:
         acc, m, l = _fwd_edge_tiles(acc, m, l, q, k_pages, v_pages, table, group, rest, end, low, high, limit,
-                               scale_log2, TILES, BLOCK_N, DIM, True, 1)  # fmt: skip
+                                    scale_log2, TILES, BLOCK_N, DIM, True, 1)  # fmt: skip
 
     # The places are worked out again, from a value the compiler cannot know to be the same: held in registers through
     # the loop above they would spill.
@@ -352,11 +360,11 @@ def _paged_attention_fwd_kernel(
             high = minus(query, -1)
             if LOWER:
                 acc, m, l = _fwd_edge_tiles(acc, m, l, q, k_own, v_own, batch, group, start, middle, low, high, tokens,
-                                       scale_log2, 0, BLOCK_N, DIM, False, OWN_STAGES)  # fmt: skip
+                                            scale_log2, 0, BLOCK_N, DIM, False, OWN_STAGES)  # fmt: skip
             acc, m, l = _fwd_whole_tiles(acc, m, l, q, k_own, v_own, batch, group, middle, rest, low, high, tokens,
                                          scale_log2, 0, BLOCK_N, DIM, OWN_STAGES, AHEAD)  # fmt: skip
             acc, m, l = _fwd_edge_tiles(acc, m, l, q, k_own, v_own, batch, group, rest, end, low, high, tokens,
-                                   scale_log2, 0, BLOCK_N, DIM, False, 1)  # fmt: skip
+                                        scale_log2, 0, BLOCK_N, DIM, False, 1)  # fmt: skip
 
     part = 0
     if SPLIT:

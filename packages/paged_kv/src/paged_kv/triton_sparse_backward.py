@@ -30,7 +30,7 @@ def _reader_tiles(
     ROW_TILES: tl.constexpr = (PAGE * REPEAT + BLOCK_M - 1) // BLOCK_M
     first = start * ROW_TILES
     last = end * ROW_TILES
-    if first < last:  # see _dkdv_tiles
+    if first < last:  # see triton_backward.py
         for tile in tl.range(first, last, num_stages=STAGES):
             r = tl.load(readers_ptr + tile // ROW_TILES)
             first_row, end_row = block_rows(r, tile % ROW_TILES, length, tokens, PAGE, REPEAT, BLOCK_M)

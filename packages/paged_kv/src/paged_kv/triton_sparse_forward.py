@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .triton_boxes import _key_boxes
-from .triton_forward import add_sink, finished, fwd_step, minus, row_parts
+from .triton_forward import add_sink, extremes, finished, fwd_step, minus, row_parts
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _fwd_entries(
     TILES: tl.constexpr = PAGE // BLOCK_N
     first = start * TILES
     last = end * TILES
-    if first < last:  # see _dkdv_tiles
+    if first < last:  # see triton_backward.py
         for tile in tl.range(first, last, num_stages=STAGES):
             place = tl.load(places_ptr + tile // TILES)
             inner = (tile % TILES) * BLOCK_N
@@ -105,15 +105,12 @@ def _sparse_attention_fwd_kernel(
     high = minus(query, -length - 1)
     inside = (tl.arange(0, DIM) < HEAD_DIM)[None, :]
     divisors = tl.num_programs(2).to(tl.int64) * HEADS * tokens
-    low_min = tl.min(low[0], 0)
-    low_max = tl.max(low[0], 0)
+    low_min, low_max = extremes(low)
     q = ()
     m = ()
     l = ()
     acc = ()
     for i in tl.static_range(PARTS):
-        low_min = tl.minimum(low_min, tl.min(low[i], 0))
-        low_max = tl.maximum(low_max, tl.max(low[i], 0))
         q += (tl.load(q_ptr + offsets[i], mask=inside, other=0.0),)  # type: ignore[assignment]
         top = tl.full([BLOCK_M // PARTS], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M // PARTS], tl.float32)
