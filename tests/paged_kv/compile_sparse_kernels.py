@@ -15,7 +15,9 @@ from paged_kv import triton_sparse, triton_sparse_lists
 from paged_kv.triton_tiles import tile_for
 
 KERNELS = {
+    "narrow fwd": triton_sparse._sparse_attention_fwd_kernel,
     "fwd": triton_sparse._sparse_attention_fwd_kernel,
+    "rest fwd": triton_sparse._sparse_attention_fwd_kernel,
     "dkdv": triton_sparse._sparse_attention_dkdv_kernel,
     "dq": triton_sparse._sparse_attention_dq_kernel,
     "parts": triton_sparse._add_parts_kernel,
@@ -55,7 +57,7 @@ def constants_of(kernel, dim, dtype, flags, capability):
     shape = {"LISTS": 1, "GROUPS": 4, "HEAD_DIM": dim, "DIM": padded, "PAGE": 128}
     if kernel == "parts":
         return shape | {"BLOCK": 32}, 4, 3
-    tile = tile_for("narrow fwd" if kernel == "fwd" else kernel, padded, DTYPES[dtype], capability)
+    tile = tile_for(kernel, padded, DTYPES[dtype], capability)
     values = shape | {
         "REPEAT": 7, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "WINDOW": "window" in flags,
         "DOCUMENTS": "documents" in flags, "STAGES": tile.stages, "OWN": "part" not in flags,
@@ -64,8 +66,8 @@ def constants_of(kernel, dim, dtype, flags, capability):
     if kernel == "dkdv":
         return values | {"RAGGED": "ragged" in flags, "PAST": True}, tile.warps, tile.stages
     values |= {"CARRY": "carry" in flags, "STRADDLE": "ragged" in flags}
-    if kernel == "fwd":
-        values |= {"SINKS": "sinks" in flags, "PARTS": tile.parts}
+    if kernel.endswith("fwd"):
+        values |= {"SINKS": "sinks" in flags, "PARTS": tile.parts, "FIRST_ROW": 0, "ROWS": 896}
     return values, tile.warps, tile.stages
 
 

@@ -28,9 +28,13 @@ from paged_kv.triton_tiles import Tile
 pytestmark = pytest.mark.skipif(not triton_problem.INTERPRETED, reason="kernels are compiled in this process")
 
 TILES = {
-    "small": {"narrow fwd": Tile(32, 32, 4, 2, parts=2), "dkdv": Tile(32, 16, 4, 2), "dq": Tile(16, 32, 4, 2)},
-    "large": {"narrow fwd": Tile(128, 64, 4, 2), "dkdv": Tile(64, 64, 4, 2), "dq": Tile(64, 64, 4, 2)},
-}
+    "small": {
+        "fwd": Tile(128, 32, 4, 2, parts=2), "narrow fwd": Tile(32, 32, 4, 2, parts=2), "rest fwd": Tile(32, 32, 4, 2),
+        "dkdv": Tile(32, 16, 4, 2), "dq": Tile(16, 32, 4, 2),
+    },
+    "large": {kernel: Tile(64, 64, 4, 2) for kernel in ("dkdv", "dq")}
+    | {kernel: Tile(128, 64, 4, 2) for kernel in ("fwd", "narrow fwd")},
+}  # fmt: skip
 
 
 def with_tiles(name):
@@ -109,6 +113,57 @@ def test_however_the_past_is_cut_the_bits_are_the_same(options):
         for a, b in zip(case.run(triton_attention), whole):
             assert torch.equal(a, b)
         assert all(torch.equal(a, b) for a, b in zip(with_sinks(), whole_sinks))
+
+
+@pytest.mark.parametrize("dim, page, repeat", [(128, 64, 7), (128, 64, 8), (80, 128, 3), (64, 64, 7)])
+def test_wide_and_narrow_tiles_give_the_same_bits(dim, page, repeat, monkeypatch):
+    """Chunks of other lengths have their rows cut otherwise, and must not differ for that."""
+    case = SparseCase(
+        lengths=(page + 70,), tokens=page, page=page, heads=repeat, groups=1, dim=dim, entries=3, window=page,
+        kind="all", dtype=torch.float16,
+    )  # fmt: skip
+    first = case.run(triton_attention)
+    case.check(first)
+    cuts = [cut_of(monkeypatch, slots, dim, page, repeat) for slots in (1, 132)]
+    assert len({tuple(cut) for cut in cuts}) == (1 if dim == 64 else 2)
+    for cut in cuts:
+        monkeypatch.setattr(triton_sparse, "row_tiles", lambda p, blocks, cut=cut: cut)
+        for a, b in zip(case.run(triton_attention), first):
+            assert torch.equal(a, b)
+
+
+def cut_of(monkeypatch, multiprocessors, dim, page, repeat, blocks=1, groups=1):
+    """What row_tiles says on a chip of so many multiprocessors."""
+    shape = (1, page * blocks, groups)
+    q, k = torch.empty(*shape[:2], groups * repeat, dim, dtype=torch.float16), torch.empty(*shape, dim)
+    p = triton_problem.Problem.of(q, k, k, Geometry(1.0, (0,), page))
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_problem.Problem, "slots", lambda self, tile: multiprocessors * tile.per_sm)
+        return triton_sparse.row_tiles(p, blocks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([64, 80, 128, 256]), st.sampled_from([64, 128]), st.integers(1, 16), st.integers(1, 300),
+    st.sampled_from([1, 2, 8]), st.sampled_from([1, 108, 132]),
+)  # fmt: skip
+@example(128, 128, 7, 32, 4, 132)
+def test_rows_are_cut_so_that_none_is_lost_and_no_multiprocessor_is_late(dim, page, repeat, blocks, groups, chip):
+    with pytest.MonkeyPatch.context() as patch:
+        cut = cut_of(patch, chip, dim, page, repeat, blocks, groups)
+        narrow = triton_problem.tile_for(
+            "narrow fwd", triton_problem.triton.next_power_of_2(dim), torch.float16, (9, 0)
+        )
+    assert [first for _, first, _ in cut] == [0, *(n for _, _, n in cut)][: len(cut)]
+    assert sum(count for _, _, count in cut) == page * repeat
+    assert len({min(tile.keys, page) for tile, _, _ in cut} | {min(narrow.keys, page)}) == 1  # or bits would differ
+
+    def most_rows(cut):
+        return sum(tile.rows * -(-blocks * groups * -(-count // tile.rows) // chip) for tile, _, count in cut)
+
+    assert most_rows(cut) <= most_rows([(narrow, 0, page * repeat)])
+    if (dim, page, repeat, blocks, groups, chip) == (128, 128, 7, 32, 4, 132):
+        assert [tile.rows for tile, _, _ in cut] == [256, 128]
 
 
 @pytest.mark.parametrize("backend", [triton_attention, reference], ids=["triton", "reference"])

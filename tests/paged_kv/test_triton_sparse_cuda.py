@@ -54,3 +54,22 @@ def test_two_runs_give_the_same_bits(shape, share, monkeypatch):
     for _ in range(4):
         for a, b in zip(first, problem.run(triton_attention)):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("shape", ["plain", "part past, part own", "segments", "window", "documents"])
+def test_wide_and_narrow_tiles_give_the_same_bits(shape, dtype, monkeypatch):
+    problem = case(SHAPES[shape], dtype)
+    narrow = problem.run(triton_attention)
+
+    def wide(p, blocks):
+        rows = p.geometry.page_tokens * p.repeat
+        whole = rows // 256 * 256
+        assert 0 < whole < rows and p.tile("fwd").rows == 256
+        return [(p.tile("fwd"), 0, whole), (p.tile("rest fwd"), whole, rows - whole)]
+
+    monkeypatch.setattr(triton_sparse, "row_tiles", wide)
+    ours = problem.run(triton_attention)
+    problem.check(ours)
+    for a, b in zip(ours, narrow):
+        assert torch.equal(a, b)

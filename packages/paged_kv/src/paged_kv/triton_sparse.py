@@ -45,17 +45,18 @@ def forward(p: Problem, launches: Launches, sinks: Tensor | None) -> tuple[Tenso
     carry: tuple[Tensor, Tensor] | None = None
     for segment, last in launches:
         launch = _Launch.of(p, segment)
-        tile = p.tile("narrow fwd")
         target = (out, lse) if last else carry or (torch.empty_like(p.q, dtype=torch.float32), _two_of(lse))
-        _sparse_attention_fwd_kernel[launch.rows_grid(tile)](
-            p.q, *launch.keys(tile), launch.table, launch.lists.pages, launch.lists.places, launch.lists.bounds,
-            p.lengths, p.documents, lse if sinks is None else sinks, *(carry or (lse, lse)),
-            *target,
-            p.tokens, launch.columns, launch.first_page, launch.lists.blocks, launch.lists.entries, p.window,
-            p.geometry.scale * _LOG2E,
-            CARRY=carry is not None, OWN=last, SINKS=last and sinks is not None, STRADDLE=launch.straddle,
-            PARTS=tile.parts if launch.block_m(tile) == tile.rows else 1, **launch.constants(tile),
-        )  # fmt: skip
+        for tile, first_row, rows in row_tiles(p, launch.lists.blocks):
+            _sparse_attention_fwd_kernel[launch.rows_grid(tile, rows)](
+                p.q, *launch.keys(tile), launch.table, launch.lists.pages, launch.lists.places, launch.lists.bounds,
+                p.lengths, p.documents, lse if sinks is None else sinks, *(carry or (lse, lse)),
+                *target,
+                p.tokens, launch.columns, launch.first_page, launch.lists.blocks, launch.lists.entries, p.window,
+                p.geometry.scale * _LOG2E,
+                CARRY=carry is not None, OWN=last, SINKS=last and sinks is not None, STRADDLE=launch.straddle,
+                PARTS=tile.parts if launch.block_m(tile) == tile.rows else 1, FIRST_ROW=first_row, ROWS=rows,
+                **launch.constants(tile),
+            )  # fmt: skip
         carry = None if last else target
     return out, lse
 
@@ -77,7 +78,7 @@ def backward(
             _dkdv(launch, rows, dk, dv, past_grad=past_grad, own=last)
         tile = p.tile("dq")
         target = dq if last else carry if carry is not None else torch.empty_like(p.q, dtype=torch.float32)
-        _sparse_attention_dq_kernel[launch.rows_grid(tile)](
+        _sparse_attention_dq_kernel[launch.rows_grid(tile, p.geometry.page_tokens * p.repeat)](
             *rows.sources(p, launch.block_m(tile)), *launch.keys(tile), launch.table, launch.lists.pages,
             launch.lists.places, launch.lists.bounds, p.lengths, p.documents, rows.stats,
             rows.stats if carry is None else carry, target,
@@ -87,6 +88,28 @@ def backward(
         )  # fmt: skip
         carry = None if last else target
     return dq, dk, dv, None if sinks is None else sinks_grad(p, rows, sinks)
+
+
+def row_tiles(p: Problem, blocks: int) -> list[tuple[Tile, int, int]]:
+    """How the forward cuts the rows of each query block: tiles, the first row they take, and how many rows.
+
+    Wide tiles are faster, but few: the cut whose busiest multiprocessor goes through the fewest rows is taken.
+    """
+    rows = p.geometry.page_tokens * p.repeat
+    wide, narrow = p.tile("fwd"), p.tile("narrow fwd")
+    by_narrow = [(narrow, 0, rows)]
+    whole = rows // wide.rows * wide.rows
+    if wide.rows <= narrow.rows or whole == 0:
+        return by_narrow
+    by_wide = [(wide, 0, whole)]
+    if whole < rows:
+        by_wide.append((p.tile("rest fwd"), whole, rows - whole))
+
+    def most_rows(cut: list[tuple[Tile, int, int]]) -> int:
+        programs = [(tile, blocks * p.groups * p.batch * triton.cdiv(count, tile.rows)) for tile, _, count in cut]
+        return sum(tile.rows * triton.cdiv(n, p.slots(tile) // tile.per_sm) for tile, n in programs)
+
+    return min(by_wide, by_narrow, key=most_rows)
 
 
 def _two_of(lse: Tensor) -> Tensor:
@@ -176,9 +199,9 @@ class _Launch:
         page = self.p.geometry.page_tokens
         return self.straddle or self.p.tokens % page > 0 or page * self.p.repeat % self.block_m(tile) > 0
 
-    def rows_grid(self, tile: Tile) -> tuple[int, int, int]:
-        row_tiles = triton.cdiv(self.p.geometry.page_tokens * self.p.repeat, self.block_m(tile))
-        return self.lists.blocks * row_tiles, self.p.groups, self.p.batch
+    def rows_grid(self, tile: Tile, rows: int) -> tuple[int, int, int]:
+        """Programs for so many rows of each query block."""
+        return self.lists.blocks * triton.cdiv(rows, self.block_m(tile)), self.p.groups, self.p.batch
 
     def keys(self, tile: Tile) -> tuple[TensorDescriptor | Tensor, ...]:
         """The own block's keys and values as kernels read them, then the pages'."""

@@ -75,14 +75,16 @@ def _sparse_attention_fwd_kernel(
     LISTS: tl.constexpr, GROUPS: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     CARRY: tl.constexpr, OWN: tl.constexpr, SINKS: tl.constexpr, STRADDLE: tl.constexpr, STAGES: tl.constexpr,
-    PARTS: tl.constexpr, POINTERS: tl.constexpr,
+    PARTS: tl.constexpr, POINTERS: tl.constexpr, FIRST_ROW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (Q * row tiles of a block, G, B). CARRY: start from an earlier segment's state. OWN: the own block comes
-    last, and then the SINKS. STRADDLE: some page is part past, part own.
+    """Grid: (Q * row tiles of a block, G, B), for ROWS rows of each query block from FIRST_ROW on.
+
+    CARRY: start from an earlier segment's state. OWN: the own block comes last, and then the SINKS. STRADDLE: some page
+    is part past, part own.
 
     A state is what the registers held, so that the result does not depend on how the past was cut: sums at `out_ptr`,
     the largest scores at `lse_ptr`, and behind those, [B, H, C] later, the divisors."""
-    ROW_TILES: tl.constexpr = (PAGE * REPEAT + BLOCK_M - 1) // BLOCK_M
+    ROW_TILES: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     TILES: tl.constexpr = PAGE // BLOCK_N
     HEADS: tl.constexpr = GROUPS * REPEAT
     r = tl.program_id(0) // ROW_TILES
@@ -98,6 +100,7 @@ def _sparse_attention_fwd_kernel(
     k_own, v_own = _key_boxes(k_own, v_own, tokens, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
     k_pages, v_pages = _key_boxes(k_pages, v_pages, PAGE, GROUPS, HEAD_DIM, DIM, BLOCK_N, POINTERS)
     first_row, end_row = block_rows(r, tile, length, tokens, PAGE, REPEAT, BLOCK_M)
+    first_row += FIRST_ROW
     documents = documents_ptr + batch * tokens
     offsets, stats, query, valid, low = row_parts(first_row, end_row, batch, group, tokens, documents, length, window,
                                                   REPEAT, HEADS, HEAD_DIM, DIM, BLOCK_M, PARTS, WINDOW,

@@ -35,10 +35,12 @@ _HOPPER = {
     ("fwd", 64): Tile(128, 128, 4, 3, per_sm=2, parts=2),
     ("fwd", 128): Tile(256, 64, 8, 5, parts=2),
     ("fwd", 256): Tile(128, 64, 8, 2, ahead=True),
-    # Where more than 128 rows would often be part empty: chunks of few tokens, and lists of pages.
+    # Where more than 128 rows would often be part empty: chunks of few tokens, and query blocks that read lists.
     ("narrow fwd", 64): Tile(128, 128, 4, 3, per_sm=2, parts=2),
     ("narrow fwd", 128): Tile(128, 64, 4, 3, per_sm=2, parts=2),
     ("narrow fwd", 256): Tile(128, 64, 8, 2),
+    # What wide tiles leave of a query block: too few for two programs a multiprocessor.
+    ("rest fwd", 128): Tile(128, 64, 8, 5),
     ("dkdv", 64): Tile(64, 64, 4, 3, per_sm=2),
     ("dkdv", 128): Tile(64, 64, 4, 2, per_sm=2),
     ("dkdv", 256): Tile(64, 64, 8, 2),
@@ -92,7 +94,7 @@ _FLOAT32 = {
 
 
 def tile_for(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
-    """The tile of one kernel ("fwd", "narrow fwd", "dkdv", "dq") for a padded head dim on a chip of that capability."""
+    """The tile of one kernel, as the tables name them, for a padded head dim on a chip of that capability."""
     if kernel.startswith("window"):
         return _WINDOW[kernel, dim]
     if dtype != torch.float32 and capability[0] in (9, 10):
