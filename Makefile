@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY ?= passive
 .PHONY: help demo test lint format types clean
 help:
 	@echo 'make demo    train a small model on real text at 16,384 tokens of context (under 3 minutes on two cores)'
-	@echo 'make test    lint, then the whole test-suite (under 10 minutes on two cores)'
+	@echo 'make test    lint, then the whole test-suite (8 to 15 minutes on two cores)'
 	@echo 'make lint    ruff'
 	@echo 'make format  ruff, with what it can mend by itself'
 	@echo 'make types   mypy'
