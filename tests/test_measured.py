@@ -91,8 +91,8 @@ def sparse_steps() -> Iterator[tuple[str, str]]:
 
     yield "benchmarks/README.md", f"scored lists) | {three('256K', 'cuDNN / ours', 1)} |"
     yield "benchmarks/README.md", f"the same, 1 M | {three('1M', 'cuDNN / ours', 1)} |"
-    faster = {"256K": "{:.1f} to {:.1f} times faster than dense cuDNN", "1M": "{:.0f} to {:.0f} times at 1 M"}
-    for length, said in faster.items():
+    speedups = {"256K": "{:.1f} to {:.1f} times faster than dense cuDNN", "1M": "{:.0f} to {:.0f} times at 1 M"}
+    for length, said in speedups.items():
         times = sorted(kernels[f"{length} {kind}"]["cuDNN / ours"] for kind in ("spread", "skewed", "scored"))
         yield "README.md", said.format(times[0], times[-1])
     for way in ("fwd", "bwd"):
