@@ -15,18 +15,22 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 import triton
 from attention import cudnn_whole
 from attention_bench import DEVICE, Bench, Config, median_ms
-from attention_tune import parse_tile, tile_override, tile_text
+from attention_tune import parse_tile, tile_override
 from torch import Tensor
 
-from paged_kv import triton_attention
+from paged_kv import triton_attention, triton_sparse
 from paged_kv.past import Geometry
+from paged_kv.triton_problem import Problem
+from paged_kv.triton_tiles import Tile
 from sparse_pages import PageSummary, select_pages
 
 BUDGET = {"top_k": 64, "recent": 16, "sinks": 1}
@@ -146,8 +150,9 @@ def table(result: dict, write: Callable[[], None]) -> None:
             torch.cuda.empty_cache()
 
 
+# forward: tiles for all rows of a query block, or wide ones and those for what they leave
 TUNE = """
-narrow fwd: 128x64x4x3p2/2 128x64x4x2p2/2 256x64x8x5p2 128x64x4x2/2
+fwd: 256x64x8x5p2+128x64x8x5 256x64x8x5p2+128x64x4x3p2/2 128x64x4x3p2/2 128x64x4x2p2/2 128x64x4x2/2
 dkdv: 64x64x4x2/2 64x64x4x3/2 64x128x8x2 128x64x8x2
 dq: 128x64x8x5 128x64x8x6 128x64x8x3 64x64x4x5/2
 """
@@ -157,19 +162,32 @@ def tune(kind: str = "spread") -> dict:
     bench = SparseBench(SparseConfig(past=TOTAL["256K"] - 4096, kind=kind))
     results: dict[str, dict[str, float]] = {}
     for line in TUNE.strip().splitlines():
-        kernel, _, tiles = line.partition(":")
-        for text in tiles.split():
-            tile = parse_tile(text)
+        kernel, _, choices = line.partition(":")
+        for choice in choices.split():
+            tiles = [parse_tile(text) for text in choice.split("+")]
+            override = _cut(tiles) if kernel == "fwd" else tile_override(kernel, tiles[0])
             try:
-                with tile_override(kernel, tile):
+                with override:
                     row = measure(bench, bench.flops)
             except Exception as error:
-                print(kernel, tile_text(tile), f"{type(error).__name__}: {str(error)[:80]}", flush=True)
+                print(kernel, choice, f"{type(error).__name__}: {str(error)[:80]}", flush=True)
                 continue
-            ms = row["fwd_ms"] if kernel == "narrow fwd" else row["bwd_ms"]
-            results.setdefault(kernel, {})[tile_text(tile)] = ms
-            print(kernel, tile_text(tile), f"{ms:.3f} ms, error {row['error']:.1e}", flush=True)
+            ms = row["fwd_ms" if kernel == "fwd" else "bwd_ms"]
+            results.setdefault(kernel, {})[choice] = ms
+            print(kernel, choice, f"{ms:.3f} ms, error {row['error']:.1e}", flush=True)
     return {"tune": results}
+
+
+def _cut(tiles: list[Tile]) -> AbstractContextManager:
+    """Have the forward take these tiles, the last for what the first leaves of a query block."""
+
+    def row_tiles(p: Problem, _blocks: int) -> list[tuple[Tile, int, int]]:
+        rows = p.geometry.page_tokens * p.repeat
+        whole = rows // tiles[0].rows * tiles[0].rows
+        cut = [(tiles[0], 0, whole), (tiles[-1], whole, rows - whole)]
+        return [piece for piece in cut if piece[2]]
+
+    return mock.patch.object(triton_sparse, "row_tiles", row_tiles)
 
 
 def main() -> None:

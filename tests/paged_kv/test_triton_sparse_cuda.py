@@ -59,6 +59,7 @@ def test_two_runs_give_the_same_bits(shape, share, monkeypatch):
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("shape", ["plain", "part past, part own", "segments", "window", "documents"])
 def test_wide_and_narrow_tiles_give_the_same_bits(shape, dtype, monkeypatch):
+    """Where both mask the same pages: a masked score is rounded before its largest is taken from it, others are not."""
     problem = case(SHAPES[shape], dtype)
     narrow = problem.run(triton_attention)
 
