@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
 from collections import namedtuple
@@ -198,6 +199,45 @@ def test_chunks_that_change_between_the_passes(change: str) -> None:
     message = "other tensors require grad" if change == "requires_grad" else "differs between walk and fill"
     with pytest.raises(ValueError, match=rf"chunks\[1\].*{message}"):
         loss.backward()
+
+
+def test_a_loss_that_only_the_fill_has_is_refused() -> None:
+    w = weight()
+
+    def step(i, c, h, p):
+        return (w.sum() * c if p == "fill" or i == 2 else None), h
+
+    loss = chunk_recurrent(step, [0.0, 2.0, 1.0], State(), params=[w])
+    with pytest.raises(ValueError, match=r"chunk 1: .* no loss in the walk but one in the fill"):
+        loss.backward()
+    w.grad = None
+    loss = chunk_recurrent(step, [0.0, 0.0, 1.0], State(), params=[w])
+    loss.backward()
+    assert_same([loss, *take_grads([w])], [torch.tensor(2.0), torch.ones(2)])
+    with torch.no_grad():
+        assert chunk_recurrent(step, [0.0, 2.0, 1.0], State(), params=[w]) == 6
+
+
+@pytest.mark.parametrize("failing", ["fill", "walk"])
+def test_a_context_that_swallows_errors_does_not_hide_them(failing: str) -> None:
+    w = weight()
+
+    def step(i, c, h, p):
+        if p == failing and i == 0:
+            raise KeyError("of the step")
+        return w.sum() * c, h
+
+    def run(call: Any) -> None:
+        with pytest.raises(RuntimeError, match=rf"around\('{failing}'\) swallowed an error"):
+            call()
+
+    def whole() -> None:
+        chunk_recurrent(
+            step, [1.0, 2.0], State(), params=[w], around=lambda phase: contextlib.suppress(KeyError)
+        ).backward()
+
+    run(whole)
+    run(lambda: chunk_recurrent_backward(step, [1.0, 2.0], State(), around=lambda phase: contextlib.suppress(KeyError)))
 
 
 def test_a_loss_that_only_the_walk_has_is_refused() -> None:

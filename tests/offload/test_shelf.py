@@ -96,7 +96,7 @@ MUTANTS = {
     ),
     "leaves before it is computed": ('after=(self._lanes.mark("compute"),))', "after=())"),
     "given up before it left": (
-        'self._lanes.hold("compute", left)\n        _check_unwritten', "_check_unwritten",
+        "self._leaving.popleft()\n        self._wait_until_left(entry)", "self._leaving.popleft()",
     ),
     "fetched before it left": ('(self._lanes.mark("compute"), entry.left)', '(self._lanes.mark("compute"),)'),
     "new memory filled while others use it": ('(self._lanes.mark("compute"), entry.left)', "(entry.left,)"),
@@ -211,6 +211,34 @@ def test_a_tensor_written_to_after_it_was_put_away_is_noticed(host_bytes):
     tensor.add_(1)
     with pytest.raises(RuntimeError, match="written to in place"):
         shelf.get("a")
+
+
+def test_a_put_that_hears_of_such_a_write_takes_nothing_and_whoever_gets_it_hears_too():
+    tensor, shelf = numbers(), shelf_of(0, 1 << 16)
+    shelf.put("a", (tensor,))
+    tensor.add_(1)
+    with pytest.raises(RuntimeError, match="written to in place"):
+        for key in range(9):
+            shelf.put(key, (numbers(),))
+    assert key < 8 and key not in shelf
+    with pytest.raises(RuntimeError, match="written to in place"):
+        shelf.get("a")
+    assert torch.equal(shelf.get(0)[0], numbers())
+    shelf.clear()
+    shelf.put("a", (numbers(),))
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested", "quantized"])
+def test_tensors_that_are_not_dense_are_refused(kind):
+    tensor = {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "nested": lambda: torch.nested.nested_tensor([numbers(), numbers(2)]),
+        "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    }[kind]()
+    for shelf in (shelf_of(1000), shelf_of(0, 4096)):
+        with pytest.raises(ValueError, match="expected dense tensors"):
+            shelf.put("a", (tensor,))
+        assert "a" not in shelf
 
 
 def test_what_is_put_away_carries_no_graph():

@@ -239,6 +239,16 @@ def test_bad_queries_and_summary():
         select_pages(torch.zeros(1, 4, 2, 2), None, **BUDGET)
 
 
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_first_pages_outside_the_sequence_count_as_its_ends(sinks):
+    k, q = torch.randn(2, 32, 1, 4), torch.randn(2, 32, 1, 4)
+    options = {"past_pages": 0, "top_k": 2, "recent": 1, "sinks": sinks}
+    blocks = torch.arange(8).expand(2, -1)
+    for outside, inside in ((torch.full((2, 8), -3), blocks * 0), (blocks + 100, blocks)):
+        got, want = (select_pages(q, summarized(k, 4), first_pages=x, **options) for x in (outside, inside))
+        assert torch.equal(got, want)
+
+
 def test_bad_flags_and_too_large_a_budget():
     summary, q = summarized(torch.zeros(1, 8, 1, 2), 4), torch.zeros(1, 6, 1, 2)
     for real in (torch.ones(1, 5, dtype=torch.bool), torch.ones(1, 6), "all"):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_pages import PageSummary, Scorer, reference
+from sparse_pages import PageSummary, Scorer, reference, select_pages
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -151,6 +151,24 @@ def test_scorer_of_ones_own():
     k, q = random(1, 12, 1, 3), random(1, 4, 1, 3, seed=1)
     want = (q[0, :, 0] @ k[0, 3::4, 0].T).amax(0)
     torch.testing.assert_close(summarized(k, 4, LastKey()).scores(q)[0, 0, 0], want, rtol=0, atol=1e-5)
+
+
+def test_a_scorer_is_called_without_grad_whoever_calls():
+    class Asking(LastKey):
+        def page_features(self, keys):
+            assert not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+            return super().page_features(keys)
+
+        def query_features(self, queries):
+            assert not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+            return super().query_features(queries)
+
+    k, q = random(1, 12, 1, 3).requires_grad_(), random(1, 4, 1, 3, seed=1).requires_grad_()
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            summary = summarized(k, 4, Asking())
+            assert not summary.scores(q).requires_grad
+            select_pages(q, summary, past_pages=2, top_k=1, recent=1, sinks=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -71,7 +71,7 @@ class Engine:
         self._places: dict[int, int] = {}  # id of an input → its place
         self._entries: list[_Entry] = []
         self._seen: list[weakref.ref[Tensor]] = []  # tensors of chunks
-        self._without_loss: set[int] = set()
+        self._losses: dict[int, Tensor] = {}  # of the fill's chunks that returned one, if it is reported
         self._last: _Run | None = None
         self.filled, self.walked = LossSum(), LossSum()  # the last chunk's loss counts in both
         self._spent: str | None = None
@@ -134,8 +134,8 @@ class Engine:
             run = self._run(index, "fill", carried, chunk, {})
             self._hold.close(index, "fill")
             self.filled.add(run.loss)
-            if run.loss is None:
-                self._without_loss.add(index)
+            if run.loss is not None and self._reports and self._walks:
+                self._losses[index] = run.loss.detach()
             return run.carried_out.map(lambda _, t: kept(t)) if self._walks else run.carried_out
 
     def _fill_last(self, index: int, carried: Tree) -> None:
@@ -228,26 +228,44 @@ class Engine:
             chunk = Tree.of(self._chunks[index])
             _refuse_different(chunk.outline(), entry.outline, f"chunks[{index}]")
             if {i for i, t in enumerate(chunk.leaves) if isinstance(t, Tensor) and t.requires_grad} != set(entry.links):
-                raise ValueError(f"chunks[{index}]: other tensors require grad in the walk than in the fill")
+                raise ValueError(
+                    f"chunks[{index}]: other tensors require grad in the walk than in the fill; neither the step nor "
+                    "what builds the chunks may change which do"
+                )
             self._hold.open(index, "walk")
             run = self._run(index, "walk", entry.carried, chunk, entry.links)
         expected = self._entries[index + 1].carried.outline()
         _refuse_different(run.carried_out.outline(), expected, f"the carried state after chunk {index}")
         del self._entries[index + 1 :]
-        if self._reports and index in self._without_loss and run.loss is not None and bool(run.loss != 0):
-            raise ValueError(
-                f"chunk {index}: the step returned no loss in the fill but one in the walk, so the value that "
-                "chunk_recurrent returned lacks it; return it in both, or use chunk_recurrent_backward"
-            )
+        if self._reports:
+            self._refuse_other_loss(index, run.loss)
         return run
+
+    def _refuse_other_loss(self, index: int, walked: Tensor | None) -> None:
+        """A loss in one pass alone: the value was summed over the fill, the gradient is the walk's. Zero is no loss."""
+        filled = self._losses.pop(index, None)
+        if (filled is None) == (walked is None) or not bool((walked if filled is None else filled) != 0):
+            return
+        had, lacks = ("walk", "fill") if filled is None else ("fill", "walk")
+        raise ValueError(
+            f"chunk {index}: the step returned no loss in the {lacks} but one in the {had}, so the value that "
+            "chunk_recurrent returned and its gradient would not go together; return it in both, or use "
+            "chunk_recurrent_backward"
+        )
 
     @contextmanager
     def _pass(self, phase: Phase, why: str) -> Iterator[None]:
         """What surrounds a pass; when it fails, everything is let go of."""
         assert self._around is not None
+        finished = False
         try:
             with nullcontext() if phase == "fill" else _plain_mode(), self._around(phase):
                 yield
+                finished = True
+            if not finished:
+                raise RuntimeError(
+                    f"around({phase!r}) swallowed an error of the pass: its context must let errors through"
+                )
         except BaseException as error:
             self._end(f"{why} ({type(error).__name__})", error)
             raise
@@ -258,6 +276,7 @@ class Engine:
         self._last = self._step = self._around = None
         self._chunks = ()
         self._entries.clear()
+        self._losses.clear()
         self._hold.release(why, error)
 
 

@@ -49,7 +49,7 @@ class Shelf:
         self._lanes, self._arena = lanes, arena
         self._room = device_bytes
         self._entries: dict[Hashable, _Entry] = {}
-        self._leaving: deque[tuple[Mark, tuple[Tensor, ...], list[int]]] = deque()
+        self._leaving: deque[tuple[_Entry, tuple[Tensor, ...], list[int]]] = deque()
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._entries
@@ -66,6 +66,8 @@ class Shelf:
         if not isinstance(tensors, Sequence) or not all(isinstance(x, Tensor) for x in tensors):
             got = type(tensors).__name__
             raise ValueError(f"expected a list or tuple of tensors to put away as {key!r}, got {got}: put [tensor]")
+        if any(x.layout is not torch.strided or x.is_quantized or x.is_nested for x in tensors):
+            raise ValueError(f"expected dense tensors to put away as {key!r}: put the parts of a sparse or nested one")
         if any(x.device != self._lanes.device for x in tensors):
             got = ", ".join(sorted({str(x.device) for x in tensors}))
             raise ValueError(f"expected tensors on {self._lanes.device} to put away as {key!r}, got some on {got}")
@@ -83,13 +85,13 @@ class Shelf:
                 self._room,
                 self._room,
             )
+        while len(self._leaving) >= _LEAVING:
+            self._let_go()
         kept = tuple(x if x.is_contiguous() else x.contiguous() for x in kept)
         host = tuple(self._arena.take(x.shape, x.dtype) for x in kept)
         left = self._copy("out", host, kept, after=(self._lanes.mark("compute"),))
-        self._entries[key] = _Entry(host, left, None, None)
-        self._leaving.append((left, kept, _versions(kept)))
-        while len(self._leaving) > _LEAVING:
-            self._let_go()
+        self._entries[key] = entry = _Entry(host, left, None, None)
+        self._leaving.append((entry, kept, _versions(kept)))
 
     def prefetch(self, key: Hashable) -> None:
         """Begin to bring a key's tensors to the device; without effect if they are there, or there is no such key."""
@@ -106,14 +108,15 @@ class Shelf:
         """The tensors, on the device; work enqueued on the compute lane from now on may read them.
 
         Raises: KeyError for an unknown key; RuntimeError if it has been written to since it was put away
+            (in what came back from the host that goes unnoticed)
         """
         self.prefetch(key)
         entry = self._entries[key]
         assert entry.device is not None
         if entry.host is None:
             _check_unwritten(entry.device, entry.versions)
-        for left, tensors, versions in self._leaving:
-            if left is entry.left:
+        for leaving, tensors, versions in self._leaving:
+            if leaving is entry:
                 _check_unwritten(tensors, versions)
         if entry.arrived is not None:
             self._lanes.hold("compute", entry.arrived)
@@ -141,17 +144,22 @@ class Shelf:
         for key in list(self._entries):
             self.drop(key)
         while self._leaving:
-            left, tensors, _ = self._leaving.popleft()
-            self._lanes.hold("compute", left)
+            entry, tensors, _ = self._leaving.popleft()
+            self._wait_until_left(entry)
             for x in tensors:
                 self._lanes.release(x)
 
     def _let_go(self) -> None:
-        left, tensors, versions = self._leaving.popleft()
-        self._lanes.hold("compute", left)
-        _check_unwritten(tensors, versions)
+        entry, tensors, versions = self._leaving[0]
+        _check_unwritten(tensors, versions)  # if it was, it stays: whoever gets it is to hear of it too
+        self._leaving.popleft()
+        self._wait_until_left(entry)
         for x in tensors:
             self._lanes.release(x)
+
+    def _wait_until_left(self, entry: _Entry) -> None:
+        assert entry.left is not None
+        self._lanes.hold("compute", entry.left)
 
     def _copy(self, lane: Lane, dst: tuple[Tensor, ...], src: tuple[Tensor, ...], *, after: tuple[Mark, ...]) -> Mark:
         def work() -> None:

@@ -43,7 +43,8 @@ def select_pages(
     Shapes: q [B, C, H, D]; its first query stands at position past_pages * P; real [B, C] bool; first_pages [B, Q] int
     Units:  past_pages, top_k, recent, sinks in pages
     Returns: [B, G if per_head else 1, Q, sinks + recent + top_k] int32 logical page ids, ascending, without duplicates,
-             -1 behind them where there are fewer pages than that
+             -1 behind them where there are fewer pages than that. A first page before the sequence counts as page 0,
+             one behind the block as the block's own
     Raises: ValueError for counts that are not integers or too small (recent at least 1: a query must see its own page),
             q, real or first_pages that do not go with the keys, or pages before the last block that were not appended
     Source: oracle: reference.select_pages
@@ -64,10 +65,11 @@ def select_pages(
             f"the last block of q is number {end - 1}, so as many complete pages must have been appended, got "
             f"{summary.pages} ({summary.tokens} tokens): append the chunk's keys before selecting"
         )
+    first_pages = None if first_pages is None else first_pages.clamp(min=0)
     kernels = triton_for(q)
     step = _blocks_at_once(q, end - recent - sinks)
     lists = []
-    with torch.no_grad(), torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():
         for first in range(past_pages, end, step):
             last = min(first + step, end)
             tokens = slice((first - past_pages) * P, (last - past_pages) * P)

@@ -95,7 +95,7 @@ class PageSummary:
         Raises: ValueError for other shapes, dtypes or devices; nothing is changed then
         """
         self._check_keys(k)
-        with torch.no_grad(), torch.inference_mode(False), torch.autocast(k.device.type, enabled=False):
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(k.device.type, enabled=False):
             whole_pages = self._tail is None or self._tail.shape[1] == 0
             keys = k.detach() if whole_pages else torch.cat([self._tail, k.detach()], 1)  # type: ignore[list-item]
             B, tokens, G, D = keys.shape
@@ -127,7 +127,7 @@ class PageSummary:
         last_page = self._pages if last_page is None else last_page
         if not 0 <= first_page <= last_page <= self._pages:
             raise ValueError(f"pages [{first_page}, {last_page}) are not among the {self._pages} complete pages")
-        with torch.no_grad(), torch.inference_mode(False), torch.autocast(q.device.type, enabled=False):
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             if first_page == last_page:
                 blocks = -(-q.shape[1] // self.page_tokens)
                 return q.new_empty(q.shape[0], self._like().shape[2], blocks, 0, dtype=torch.float64)
