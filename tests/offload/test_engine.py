@@ -121,6 +121,8 @@ BAD_MOVES = {
     "expanded": lambda o: o.fetch([torch.zeros(3), torch.zeros(1).expand(3)], [torch.zeros(3)] * 2),
     "gather into expanded": lambda o: o.gather(torch.zeros(1, 2).expand(2, 2), torch.zeros(5, 2), torch.tensor([1, 2])),
     "gather sparse": lambda o: o.gather(torch.zeros(1, 3), torch.eye(3).to_sparse(), torch.tensor([0])),
+    "fetch sparse": lambda o: o.fetch(torch.zeros(3, 3), torch.eye(3).to_sparse()),
+    "write back nested": lambda o: o.write_back(torch.zeros(2), torch.nested.nested_tensor([torch.ones(2)])),
     "gather conjugated": lambda o: o.gather(lazy(1).resolve_conj(), lazy(3), torch.tensor([2])),
     "scatter conjugated": lambda o: o.scatter(lazy(3).resolve_conj(), lazy(1), torch.tensor([2])),
     "scatter negated": lambda o: o.scatter(torch.zeros(3), lazy(1).imag, torch.tensor([2])),

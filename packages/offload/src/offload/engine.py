@@ -88,7 +88,7 @@ class Offloader:
 
         Shapes: dst on the device, src on the host, of one shape and dtype, any strides
         Returns: a handle; wait for it before reading dst, synchronize with it before overwriting src
-        Raises: ValueError for another device, dtype or shape, or lists of different lengths
+        Raises: ValueError for another device, dtype or shape, what is not dense, or lists of different lengths
         """
         pairs = self._pairs("fetch", dst, src, self.device, HOST)
         return self._transfer("in", pairs)
@@ -98,7 +98,7 @@ class Offloader:
 
         Shapes: dst on the host, src on the device, of one shape and dtype, any strides
         Returns: a handle; wait for it before overwriting src, synchronize with it before the CPU reads dst
-        Raises: ValueError for another device, dtype or shape, or lists of different lengths
+        Raises: ValueError for another device, dtype or shape, what is not dense, or lists of different lengths
         """
         pairs = self._pairs("write_back", dst, src, HOST, self.device)
         return self._transfer("out", pairs)
@@ -211,13 +211,17 @@ class Offloader:
     def _check(self, call: str, dst: Tensor, src: Tensor, dst_device: torch.device, src_device: torch.device) -> None:
         if not (isinstance(dst, Tensor) and isinstance(src, Tensor)):
             raise ValueError(f"{call}: dst and src must be tensors, got {type(dst).__name__} and {type(src).__name__}")
+        for x in (dst, src):
+            if x.layout is not torch.strided or x.is_nested:
+                kind = "a nested tensor" if x.is_nested else x.layout
+                raise ValueError(f"{call}: dst and src must be dense tensors, got {kind}: to_dense() it first")
         if dst.device != dst_device or src.device != src_device:
             raise ValueError(
                 f"{call}: dst must be on {dst_device} and src on {src_device}, got {dst.device} and {src.device}"
             )
         if dst.dtype != src.dtype:
             raise ValueError(f"{call}: dst and src must have one dtype, got {dst.dtype} and {src.dtype}: convert first")
-        if dst.layout is torch.strided and any(n > 1 and step == 0 for n, step in zip(dst.shape, dst.stride())):
+        if any(n > 1 and step == 0 for n, step in zip(dst.shape, dst.stride())):
             raise ValueError(f"{call}: dst must have memory for each element, got an expanded tensor: clone it first")
 
     def _check_ids(self, call: str, ids: Tensor, table: Tensor) -> Tensor:
@@ -245,9 +249,8 @@ class Offloader:
 def _check_plain(call: str, *tensors: Tensor) -> None:
     """Rows are moved by their bytes, which must be what the tensor says."""
     for x in tensors:
-        if x.layout is not torch.strided or x.is_conj() or x.is_neg():
-            kind = x.layout if x.layout is not torch.strided else "a lazily conjugated or negated view"
-            raise ValueError(f"{call}: dst and src must be dense tensors, got {kind}: to_dense() or resolve it first")
+        if x.is_conj() or x.is_neg():
+            raise ValueError(f"{call}: dst and src must not be lazily conjugated or negated views: resolve them first")
 
 
 def _check_shape(call: str, tensor: Tensor, expected: tuple[int, ...], name: str = "dst") -> None:
