@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -205,6 +206,34 @@ def test_an_interrupted_run_goes_on_to_the_same_end(arguments, tmp_path, capsys,
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 4
     assert not list((tmp_path / "out").glob("checkpoints"))  # it was only there for the interruption
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_what_was_trained_is_kept_whatever_comes_of_the_last_evaluation(
+    error, arguments, tmp_path, capsys, monkeypatch
+):
+    def evaluate(self, *args, **kwargs):
+        raise error("of the evaluation")
+
+    monkeypatch.setattr(command.OombTrainer, "evaluate", evaluate)
+    code = main([*arguments, "--eval-data", str(tmp_path / "text.txt")])
+    assert code == (130 if error is KeyboardInterrupt else 2)
+    said = capsys.readouterr().err
+    assert ("holds what was trained" if error is KeyboardInterrupt else "of the evaluation") in said
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint").num_parameters() > 0
+
+
+def test_held_out_rows_without_labels_are_nothing_to_judge_by(arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command.OombTrainer, "evaluate", lambda self: {"eval_runtime": 0.0})
+    assert main([*arguments, "--eval-data", str(tmp_path / "text.txt")]) == 0
+    assert "held out    nothing to judge by" in capsys.readouterr().out
+
+
+def test_steps_of_several_epochs_are_announced(arguments, capsys):
+    assert main([*arguments, "--steps", "none", "--num-train-epochs", "3", "--dry-run"]) == 0
+    thrice = int(re.search(r"steps +([\d,]+) of", capsys.readouterr().out)[1])
+    assert main([*arguments, "--steps", "none", "--dry-run"]) == 0
+    assert thrice == 3 * int(re.search(r"steps +([\d,]+) of", capsys.readouterr().out)[1])
 
 
 @pytest.mark.slow

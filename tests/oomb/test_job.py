@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config, Qwen2Config, Qwen2ForCausalLM
 
 from oomb import trainer_checks
 from oomb.checkpoint import save_checkpoint
@@ -137,6 +138,32 @@ def test_positions_beyond_the_models_own(tmp_path, settings, expected):
     for found in (job.model.config, AutoConfig.from_pretrained(tmp_path / "saved")):
         assert expected.items() <= found.rope_parameters.items()
     assert job.model.config.rope_parameters["rope_theta"] == settings.get("rope_theta", 10000.0)
+
+
+@pytest.mark.parametrize("kind", ["GPTNeoX", "Glm", "Phi"])
+@pytest.mark.parametrize("rope", ["linear", "yarn"])
+def test_a_model_that_turns_a_part_of_each_head_goes_on_to(tmp_path, kind, rope):
+    """A factor of one is no change."""
+    sizes = {
+        "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "max_position_embeddings": 512, "initializer_range": 0.5, "pad_token_id": None,
+        "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    sizes |= {"head_dim": 8} if kind == "Glm" else {}
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**sizes)).eval()
+    save_checkpoint(tmp_path / "mine", plain, byte_tokenizer())
+    job = prepare(config(tmp_path, model=str(tmp_path / "mine"), dtype="float32", rope_type=rope, rope_factor=1.0))
+    ids = torch.arange(40)[None]
+    assert torch.allclose(job.model.eval()(ids).logits, plain(ids).logits, atol=1e-5)
+
+
+def test_a_rope_that_could_not_be_saved_is_refused_before_training(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(Phi3Config(vocab_size=257, pad_token_id=0, **sizes))
+    save_checkpoint(tmp_path / "mine", model, byte_tokenizer())
+    with pytest.raises(ValueError, match="rope_type, rope_theta: Phi3Config takes no such setting"):
+        prepare(config(tmp_path, model=str(tmp_path / "mine"), rope_type="yarn"))
 
 
 def test_yarn_changes_the_rotary_frequencies(tmp_path):

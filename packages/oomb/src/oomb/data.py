@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from oomb.batch import IGNORED
 from oomb.packing import Tokens
 from oomb.quiet import reading
 from oomb.train_config import STDLIB, TrainConfig
@@ -234,9 +235,20 @@ class Reader:
             raise ValueError(
                 f"input_ids run from {ids.min()} to {ids.max()}, the model's vocabulary ends at {self.vocab_size - 1}"
             )
+        mask = row.get("attention_mask")
+        if mask is not None and not all(mask):
+            raise ValueError("attention_mask hides tokens: give rows without padding, which would be learned")
         if labels is None:
             return Tokens(ids.astype(np.int32))
         given = np.asarray(labels)
         if given.shape != ids.shape:
             raise ValueError(f"labels must be as many as input_ids, got {given.shape[0]} and {ids.shape[0]}")
+        if not np.issubdtype(given.dtype, np.integer) and len(given):
+            raise ValueError(f"labels must be whole numbers, got {given.dtype}")
+        wrong = given[(given != IGNORED) & ((given < 0) | (given >= self.vocab_size))]
+        if len(wrong):
+            raise ValueError(
+                f"labels must be {IGNORED} or in the model's vocabulary, which ends at {self.vocab_size - 1}, got "
+                f"{wrong[0]}"
+            )
         return Tokens(ids.astype(np.int32), given.astype(np.int32))

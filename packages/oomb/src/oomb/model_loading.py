@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,13 +74,20 @@ def _extended(model_config: PretrainedConfig, config: TrainConfig) -> Pretrained
         if not original:
             raise ValueError("rope_type: the model does not say how many positions it was made for")
         factor = config.rope_factor or max(config.context / original, 1.0)
-        kept = {"rope_theta": rope["rope_theta"]}
+        kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}  # the model's own
         rope = kept | {"rope_type": config.rope_type, "factor": float(factor)}
         if config.rope_type == "yarn":
             rope["original_max_position_embeddings"] = original
         if config.rope_type != "dynamic":  # which reads the original length from here
             text.max_position_embeddings = max(text.max_position_embeddings, config.context)
     text.rope_parameters = rope
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            model_config.save_pretrained(folder)
+            type(model_config).from_pretrained(folder)
+    except Exception as error:  # it would come when the trained model is saved
+        reason, name = " ".join(str(error).split()), type(model_config).__name__
+        raise ValueError(f"rope_type, rope_theta: {name} takes no such setting: {reason}") from error
     return model_config
 
 

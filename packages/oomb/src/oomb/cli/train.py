@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import shutil
 import sys
@@ -51,17 +52,20 @@ def run(settings: Mapping[str, Any], *, dry_run: bool = False) -> int:
     job = prepare(TrainConfig.from_settings(base | dict(settings)))
     trainer, progress = make_trainer(job)
     announce(job)
+    saved = False
     try:
         if dry_run:
             print("dry run     nothing was trained")
             return 0 if job.plan.obstacle is None else 1
         trainer.train(resume_from_checkpoint=None if job.resume_from is None else str(job.resume_from))
-        if job.held_out is not None:
-            print(f"held out    loss {trainer.evaluate()['eval_loss']:.4f} nats a token")
         save_checkpoint(job.checkpoint, job.model, job.tokenizer)
+        saved = True
+        if job.held_out is not None:  # whatever comes of it, what was trained is kept
+            loss = trainer.evaluate().get("eval_loss")
+            print("held out    " + ("nothing to judge by" if loss is None else f"loss {loss:.4f} nats a token"))
     except KeyboardInterrupt as interrupt:
         progress.close()
-        return _interrupted(job, interrupt)
+        return _interrupted(job, interrupt, saved)
     finally:
         progress.close()
         _remove_if_empty(job)  # the Trainer makes the folder before there is anything to save
@@ -109,9 +113,11 @@ class _Beside(TrainerCallback):
         _write_settings(self._job, folder / SETTINGS)
 
 
-def _interrupted(job: Job, interrupt: KeyboardInterrupt) -> int:
+def _interrupted(job: Job, interrupt: KeyboardInterrupt, saved: bool) -> int:
     kept = getattr(interrupt, "checkpoint", None)
-    if kept is not None:
+    if saved:
+        print(f"\ninterrupted after the last step: {job.checkpoint} holds what was trained", file=sys.stderr)
+    elif kept is not None:
         print(f"\ninterrupted: {kept} holds the last whole step; --resume true goes on from it", file=sys.stderr)
     else:
         before = f"{job.checkpoint} is as it was" if job.checkpoint.exists() else "no checkpoint was written"
@@ -205,7 +211,7 @@ def announce(job: Job) -> None:
             print(f"            {steps:,} steps go through them {steps * batch / len(job.data):.1f} times")
     else:
         assert isinstance(job.data, Sequences)
-        steps = -(-len(job.data) // batch)
+        steps = math.ceil(-(-len(job.data) // batch) * job.arguments.num_train_epochs)
     optimizer = getattr(job.arguments.optim, "value", job.arguments.optim)
     each = f"{batch:,} sequences of up to {config.context:,}" if batch > 1 else f"up to {config.context:,}"
     print(f"steps       {steps:,} of {each} tokens, in chunks of {job.plan.chunk_tokens:,}, {optimizer}")
