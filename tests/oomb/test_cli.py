@@ -1,6 +1,7 @@
 """`oomb train` from the outside: what it writes, what it says, how it ends."""
 
 import gc
+import importlib.util
 import json
 import os
 import re
@@ -227,6 +228,29 @@ def test_held_out_rows_without_labels_are_nothing_to_judge_by(arguments, tmp_pat
     monkeypatch.setattr(command.OombTrainer, "evaluate", lambda self: {"eval_runtime": 0.0})
     assert main([*arguments, "--eval-data", str(tmp_path / "text.txt")]) == 0
     assert "held out    nothing to judge by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "more", [["--num-train-epochs", "0"], ["--dataloader-drop-last", "true", "--per-device-train-batch-size", "99"]]
+)
+def test_a_run_of_no_step_says_so(more, arguments, tmp_path, capsys):
+    assert main([*arguments, "--steps", "none", *more]) == 2
+    assert "no step would be made" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "checkpoint").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_service_that_is_not_installed_is_one_line(arguments, capsys):
+    assert main([*arguments, "--report-to", "wandb"]) == 2
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert errors[-1].startswith("oomb: error: the Trainer cannot be made") and "wandb" in errors[-1]
+
+
+def test_data_without_a_label_is_refused(arguments, tmp_path, capsys):
+    row = {"input_ids": list(range(100)) * 3, "labels": [-100] * 300}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(4)))
+    assert main([*arguments, "--data", str(tmp_path / "rows.jsonl")]) == 2
+    assert "has nothing to learn" in capsys.readouterr().err
 
 
 def test_steps_of_several_epochs_are_announced(arguments, capsys):

@@ -96,6 +96,11 @@ def read_sequences(
             f"data: {source.path!r} is shorter than one context: found {packer.counts.tokens:,} tokens in "
             f"{reader.files:,} files{skipped}, need {config.context:,}; give more text or a smaller context"
         )
+    if count == 0:
+        raise ValueError(
+            f"data: {source.path!r} has nothing to learn: none of its {packer.counts.unlabelled:,} sequences has a "
+            "label"
+        )
     rows = Dataset.from_file(path).with_format("numpy")
     return Sequences(rows, Report(packer.counts, reader, everything), folder)
 

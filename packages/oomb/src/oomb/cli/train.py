@@ -58,11 +58,16 @@ def run(settings: Mapping[str, Any], *, dry_run: bool = False) -> int:
             print("dry run     nothing was trained")
             return 0 if job.plan.obstacle is None else 1
         trainer.train(resume_from_checkpoint=None if job.resume_from is None else str(job.resume_from))
+        if not progress.records:
+            raise ValueError("no step was made: the run that was resumed had ended")
         save_checkpoint(job.checkpoint, job.model, job.tokenizer)
         saved = True
         if job.held_out is not None:  # whatever comes of it, what was trained is kept
             loss = trainer.evaluate().get("eval_loss")
-            print("held out    " + ("nothing to judge by" if loss is None else f"loss {loss:.4f} nats a token"))
+            print(
+                "held out    "
+                + ("nothing to judge by" if loss is None else f"loss {loss:.4f} nats a token, the mean of its batches")
+            )
     except KeyboardInterrupt as interrupt:
         progress.close()
         return _interrupted(job, interrupt, saved)
@@ -88,15 +93,20 @@ def make_trainer(job: Job) -> tuple[OombTrainer, Progress]:
     read = (c.top_k_pages + c.recent_pages + c.sink_pages) * c.page_tokens if sparse else None
     progress = Progress(ModelWork.of(job.model, read), job.output / "metrics.jsonl", plan=job.plan)
     rows: Any = job.data.rows if isinstance(job.data, Sequences) else job.data
-    trainer = OombTrainer(
-        model=job.model,
-        args=job.arguments,
-        train_dataset=rows,
-        eval_dataset=None if job.held_out is None else job.held_out.rows,
-        data_collator=collate,
-        callbacks=[progress, _Beside(job)],
-        chunk_config=job.config.chunks if job.plan.obstacle is not None else job.plan.follow(job.config.chunks),
-    )
+    try:
+        trainer = OombTrainer(
+            model=job.model,
+            args=job.arguments,
+            train_dataset=rows,
+            eval_dataset=None if job.held_out is None else job.held_out.rows,
+            data_collator=collate,
+            callbacks=[progress, _Beside(job)],
+            chunk_config=job.config.chunks if job.plan.obstacle is not None else job.plan.follow(job.config.chunks),
+        )
+    except (ImportError, RuntimeError) as error:  # what a setting asks for is not installed, say a service to report to
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(f"the Trainer cannot be made: {' '.join(str(error).split())}") from error
     trainer.remove_callback(PrinterCallback)
     return trainer, progress
 
@@ -211,7 +221,15 @@ def announce(job: Job) -> None:
             print(f"            {steps:,} steps go through them {steps * batch / len(job.data):.1f} times")
     else:
         assert isinstance(job.data, Sequences)
-        steps = math.ceil(-(-len(job.data) // batch) * job.arguments.num_train_epochs)
+        count = len(job.data) / job.arguments.per_device_train_batch_size
+        batches = math.floor(count) if job.arguments.dataloader_drop_last else math.ceil(count)
+        each_epoch = math.ceil(batches / job.arguments.gradient_accumulation_steps)
+        steps = math.ceil(each_epoch * job.arguments.num_train_epochs)
+        if steps == 0:
+            raise ValueError(
+                f"no step would be made: {len(job.data):,} sequences, in batches of "
+                f"{job.arguments.per_device_train_batch_size:,}, {job.arguments.num_train_epochs:g} times"
+            )
     optimizer = getattr(job.arguments.optim, "value", job.arguments.optim)
     each = f"{batch:,} sequences of up to {config.context:,}" if batch > 1 else f"up to {config.context:,}"
     print(f"steps       {steps:,} of {each} tokens, in chunks of {job.plan.chunk_tokens:,}, {optimizer}")
