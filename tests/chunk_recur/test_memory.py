@@ -95,6 +95,20 @@ def test_what_waits_for_the_walk_is_the_carried_state_alone(grad: bool) -> None:
         assert not any(reference() for reference in activations)
 
 
+def test_a_loss_that_is_a_view_does_not_keep_what_it_is_a_view_of() -> None:
+    w, storages = torch.ones(1000, requires_grad=True), []
+
+    def step(i: int, c: float, h: Any, p: str) -> tuple[Tensor, Any]:
+        losses = w * c
+        storages.append(weakref.ref(losses.untyped_storage()))
+        return losses[0], h
+
+    loss = chunk_recurrent(step, [1.0, 2.0, 3.0], State(), params=[w])
+    assert [storage() is None for storage in storages] == [True, True, False]  # the last waits with its graph
+    loss.backward()
+    assert w.grad is not None and float(w.grad[0]) == 6
+
+
 def test_the_walk_frees_states_as_it_goes() -> None:
     model = LinearAttention()
     states: list[Any] = []

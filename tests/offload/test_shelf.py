@@ -228,6 +228,15 @@ def test_a_put_that_hears_of_such_a_write_takes_nothing_and_whoever_gets_it_hear
     shelf.put("a", (numbers(),))
 
 
+def test_what_was_dropped_may_be_written_to_again():
+    tensor, shelf = numbers(), shelf_of(0, 1 << 16)
+    shelf.put("a", (tensor,))
+    shelf.drop("a")
+    tensor.add_(1)
+    for key in range(9):
+        shelf.put(key, (numbers(),))
+
+
 @pytest.mark.parametrize("kind", ["sparse", "nested", "quantized"])
 def test_tensors_that_are_not_dense_are_refused(kind):
     tensor = {

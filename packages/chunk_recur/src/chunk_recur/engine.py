@@ -135,7 +135,7 @@ class Engine:
             self._hold.close(index, "fill")
             self.filled.add(run.loss)
             if run.loss is not None and self._reports and self._walks:
-                self._losses[index] = run.loss.detach()
+                self._losses[index] = kept(run.loss)
             return run.carried_out.map(lambda _, t: kept(t)) if self._walks else run.carried_out
 
     def _fill_last(self, index: int, carried: Tree) -> None:

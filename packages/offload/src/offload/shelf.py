@@ -20,6 +20,7 @@ _LEAVING = 4  # tensors on their way out that may still take device memory
 @dataclass
 class _Entry:
     """Where something is. `host` and `device` may both hold it; `arrived` orders readers after the copy that fills.
+    `versions`: of what was put away; none once it is dropped, when its owner may write to it again.
 
     Units: room in bytes, what it takes of the shelf's share of the device
     """
@@ -49,7 +50,7 @@ class Shelf:
         self._lanes, self._arena = lanes, arena
         self._room = device_bytes
         self._entries: dict[Hashable, _Entry] = {}
-        self._leaving: deque[tuple[_Entry, tuple[Tensor, ...], list[int]]] = deque()
+        self._leaving: deque[tuple[_Entry, tuple[Tensor, ...]]] = deque()
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._entries
@@ -90,8 +91,8 @@ class Shelf:
         kept = tuple(x if x.is_contiguous() else x.contiguous() for x in kept)
         host = tuple(self._arena.take(x.shape, x.dtype) for x in kept)
         left = self._copy("out", host, kept, after=(self._lanes.mark("compute"),))
-        self._entries[key] = entry = _Entry(host, left, None, None)
-        self._leaving.append((entry, kept, _versions(kept)))
+        self._entries[key] = entry = _Entry(host, left, None, None, _versions(kept))
+        self._leaving.append((entry, kept))
 
     def prefetch(self, key: Hashable) -> None:
         """Begin to bring a key's tensors to the device; without effect if they are there, or there is no such key."""
@@ -115,9 +116,9 @@ class Shelf:
         assert entry.device is not None
         if entry.host is None:
             _check_unwritten(entry.device, entry.versions)
-        for leaving, tensors, versions in self._leaving:
+        for leaving, tensors in self._leaving:
             if leaving is entry:
-                _check_unwritten(tensors, versions)
+                _check_unwritten(tensors, entry.versions)
         if entry.arrived is not None:
             self._lanes.hold("compute", entry.arrived)
             entry.arrived = None
@@ -126,7 +127,10 @@ class Shelf:
     def drop(self, key: Hashable) -> None:
         """Forget a key, if it is there. Tensors that were handed out stay good while they are referred to."""
         entry = self._entries.pop(key, None)
-        if entry is None or entry.device is None:
+        if entry is None:
+            return
+        entry.versions.clear()
+        if entry.device is None:
             return
         if entry.arrived is not None:  # fetched and never read: its memory must not be handed on before the copy ended
             self._lanes.hold("compute", entry.arrived)
@@ -144,14 +148,14 @@ class Shelf:
         for key in list(self._entries):
             self.drop(key)
         while self._leaving:
-            entry, tensors, _ = self._leaving.popleft()
+            entry, tensors = self._leaving.popleft()
             self._wait_until_left(entry)
             for x in tensors:
                 self._lanes.release(x)
 
     def _let_go(self) -> None:
-        entry, tensors, versions = self._leaving[0]
-        _check_unwritten(tensors, versions)  # if it was, it stays: whoever gets it is to hear of it too
+        entry, tensors = self._leaving[0]
+        _check_unwritten(tensors, entry.versions)  # if it was, it stays: whoever gets it is to hear of it too
         self._leaving.popleft()
         self._wait_until_left(entry)
         for x in tensors:
@@ -175,7 +179,7 @@ def _versions(tensors: tuple[Tensor, ...]) -> list[int]:
 
 
 def _check_unwritten(tensors: tuple[Tensor, ...], versions: list[int]) -> None:
-    if _versions(tensors) != versions:
+    if versions and _versions(tensors) != versions:
         raise RuntimeError(
             "a tensor was written to in place after it was put away: what comes back would be neither the old nor the "
             "new; put a clone away"

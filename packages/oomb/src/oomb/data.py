@@ -236,7 +236,7 @@ class Reader:
                 f"input_ids run from {ids.min()} to {ids.max()}, the model's vocabulary ends at {self.vocab_size - 1}"
             )
         mask = row.get("attention_mask")
-        if mask is not None and not all(mask):
+        if mask is not None and not np.asarray(mask).all():
             raise ValueError("attention_mask hides tokens: give rows without padding, which would be learned")
         if labels is None:
             return Tokens(ids.astype(np.int32))

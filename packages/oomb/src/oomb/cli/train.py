@@ -50,6 +50,9 @@ def run(settings: Mapping[str, Any], *, dry_run: bool = False) -> int:
     transformers.utils.logging.disable_progress_bar()  # the bar here is the run's
     base = demo_settings() if settings.get("model", TINY) == TINY else {}
     job = prepare(TrainConfig.from_settings(base | dict(settings)))
+    if job.config.steps is None and _steps_of_epochs(job) == 0:
+        size, epochs = job.arguments.per_device_train_batch_size, job.arguments.num_train_epochs
+        raise ValueError(f"no step would be made of the data in batches of {size:,}, {epochs:g} times")
     trainer, progress = make_trainer(job)
     announce(job)
     saved = False
@@ -59,7 +62,7 @@ def run(settings: Mapping[str, Any], *, dry_run: bool = False) -> int:
             return 0 if job.plan.obstacle is None else 1
         trainer.train(resume_from_checkpoint=None if job.resume_from is None else str(job.resume_from))
         if not progress.records:
-            raise ValueError("no step was made: the run that was resumed had ended")
+            raise ValueError("no step was made: there was nothing to read, or the run that was resumed had ended")
         save_checkpoint(job.checkpoint, job.model, job.tokenizer)
         saved = True
         if job.held_out is not None:  # whatever comes of it, what was trained is kept
@@ -220,16 +223,7 @@ def announce(job: Job) -> None:
         if isinstance(job.data, Sequences) and steps * batch > len(job.data):
             print(f"            {steps:,} steps go through them {steps * batch / len(job.data):.1f} times")
     else:
-        assert isinstance(job.data, Sequences)
-        count = len(job.data) / job.arguments.per_device_train_batch_size
-        batches = math.floor(count) if job.arguments.dataloader_drop_last else math.ceil(count)
-        each_epoch = math.ceil(batches / job.arguments.gradient_accumulation_steps)
-        steps = math.ceil(each_epoch * job.arguments.num_train_epochs)
-        if steps == 0:
-            raise ValueError(
-                f"no step would be made: {len(job.data):,} sequences, in batches of "
-                f"{job.arguments.per_device_train_batch_size:,}, {job.arguments.num_train_epochs:g} times"
-            )
+        steps = _steps_of_epochs(job)
     optimizer = getattr(job.arguments.optim, "value", job.arguments.optim)
     each = f"{batch:,} sequences of up to {config.context:,}" if batch > 1 else f"up to {config.context:,}"
     print(f"steps       {steps:,} of {each} tokens, in chunks of {job.plan.chunk_tokens:,}, {optimizer}")
@@ -244,6 +238,14 @@ def announce(job: Job) -> None:
             f"warning: this model was made for {longest:,} positions; for more, set rope_type (yarn) or rope_theta",
             file=sys.stderr,
         )
+
+
+def _steps_of_epochs(job: Job) -> int:
+    """Optimizer steps of a run over whole epochs."""
+    assert isinstance(job.data, Sequences)  # of a stream nobody knows how long it is: it has its steps set
+    arguments, batches = job.arguments, len(job.data) / job.arguments.per_device_train_batch_size
+    whole = math.floor(batches) if arguments.dataloader_drop_last else math.ceil(batches)
+    return math.ceil(math.ceil(whole / arguments.gradient_accumulation_steps) * arguments.num_train_epochs)
 
 
 def _say(name: str, lines: list[str]) -> None:
