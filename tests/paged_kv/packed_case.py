@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from tests.numerics import relative
 from tests.paged_kv.oracle import ShuffledTable
@@ -97,8 +98,15 @@ class Packed:
 
     def _dense_one(self, s: int, q: Tensor, dtype: torch.dtype) -> Tensor:
         k, v = (x[s].to(dtype).repeat_interleave(self.repeat, 1) for x in (self.keys, self.values))
+        seen = self._seen(s, len(k))
+        scores = (torch.einsum("ihd,jhd->hij", q, k) * self.scale).masked_fill(~seen, -torch.inf)
+        weights = torch.cat((scores, self._extra(s, seen, dtype)), -1).softmax(-1)[..., :-1]
+        return torch.einsum("hij,jhd->ihd", weights, v)
+
+    def _seen(self, s: int, keys: int) -> Tensor:
+        """[H, C, keys]"""
         i = self.starts[s] + torch.arange(self.counts[s], device=self.device)[:, None]
-        j = torch.arange(len(k), device=self.device)[None]
+        j = torch.arange(keys, device=self.device)[None]
         seen = j <= i
         if self.window is not None:
             seen = seen & (j > i - self.window)
@@ -107,20 +115,42 @@ class Packed:
             rows = self.selected[s][:, i[:, 0] // self.page - self.starts[s] // self.page]  # [G or 1, C, K]
             listed = (rows[..., None] == j[0] // self.page).any(2)
             seen = seen & listed.repeat_interleave(self.groups * self.repeat // len(listed), 0)
-        scores = (torch.einsum("ihd,jhd->hij", q, k) * self.scale).masked_fill(~seen, -torch.inf)
-        nothing = ~seen.any(-1, keepdim=True)
-        extra = torch.where(nothing, 0.0, -torch.inf).to(dtype)
+        return seen
+
+    def _extra(self, s: int, seen: Tensor, dtype: torch.dtype) -> Tensor:
+        """One more logit a row, [H, C, 1]: the sink, or what keeps a row that sees nothing from being no number."""
         if self.sinks is not None:
-            extra = self.sinks.to(dtype)[:, None, None].expand(-1, len(i), 1)
-        weights = torch.cat((scores, extra), -1).softmax(-1)[..., :-1]
-        return torch.einsum("hij,jhd->ihd", weights, v)
+            return self.sinks.to(dtype)[:, None, None].expand(-1, self.counts[s], 1)
+        return torch.where(~seen.any(-1, keepdim=True), 0.0, -torch.inf).to(dtype)
+
+    def exact(self) -> Tensor:
+        """As `dense`, in numpy's widest numbers: of float64 results a float64 truth is no judge, being as far off."""
+        parts, at = [], 0
+        for s, count in enumerate(self.counts):
+            q, k, v = (
+                x.double().cpu().numpy().astype(np.longdouble)
+                for x in (
+                    self.q[at : at + count],
+                    *(y[s].repeat_interleave(self.repeat, 1) for y in (self.keys, self.values)),
+                )
+            )
+            seen = self._seen(s, len(k))
+            scores = np.einsum("ihd,jhd->hij", q, k) * np.longdouble(self.scale)
+            scores[~seen.cpu().numpy()] = -np.inf
+            scores = np.concatenate((scores, self._extra(s, seen, torch.float64).cpu().numpy()), -1)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            parts.append(np.einsum("hij,jhd->ihd", weights[..., :-1], v))
+            at += count
+        return torch.from_numpy(np.concatenate(parts).astype(np.float64)).to(self.device)
 
     def check(self, out: Tensor) -> None:
-        """At most twice as far from float64 as the plain computation in the same dtype; never NaN.
+        """At most twice as far from the truth as the plain computation in the same dtype; never NaN.
 
         A score of size S is known to eps * S only, and so is its exponential.
         """
-        true, plain = self.dense(), self.dense(self.dtype)
+        true = self.exact() if self.dtype == torch.float64 else self.dense()
+        plain = self.dense(self.dtype)
         assert out.shape == self.q.shape and out.dtype == self.dtype
         if not true.any():
             assert not out.any()
